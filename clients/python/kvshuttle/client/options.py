@@ -1,0 +1,114 @@
+"""How a client reaches the control plane."""
+
+from __future__ import annotations
+
+import ipaddress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class TlsOptions:
+    """Files of a TLS connection, PEM. Certificate and key are given together, for mTLS.
+
+    `server_name` is checked against the server's certificate instead of the target's host.
+    """
+
+    ca_file: Path | None = None
+    cert_file: Path | None = None
+    key_file: Path | None = None
+    server_name: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.cert_file is None) != (self.key_file is None):
+            raise ValueError("TLS: give both a certificate file and a key file, or neither")
+
+    def credentials(self) -> grpc.ChannelCredentials:
+        """Reads the files. Raises OSError where one cannot be read."""
+        return grpc.ssl_channel_credentials(
+            root_certificates=self.ca_file.read_bytes() if self.ca_file else None,
+            private_key=self.key_file.read_bytes() if self.key_file else None,
+            certificate_chain=self.cert_file.read_bytes() if self.cert_file else None,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Timeouts:
+    """Deadlines of calls that name none, in seconds."""
+
+    begin_turn_s: float = 0.5
+    end_turn_s: float = 2.0
+    read_s: float = 5.0
+    write_s: float = 5.0
+
+
+# A control plane that restarts must be found again within about a second: gRPC's own back-off
+# goes up to two minutes. The pings find a peer that went without a word; a server allows one every
+# five minutes without calls by default, so they are sent during calls and watches only.
+_CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.keepalive_time_ms", 30_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    # A control plane is reached directly; a proxy from the environment is meant for the internet.
+    ("grpc.enable_http_proxy", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ClientOptions:
+    """Everything about a connection but its target.
+
+    `token` is sent as `authorization: Bearer`; without TLS it is refused unless the target is on a
+    loopback address. `tenant` is the tenant that a gateway or an operator acts for.
+    """
+
+    tls: TlsOptions | None = None
+    token: str | None = field(default=None, repr=False)
+    tenant: str | None = None
+    timeouts: Timeouts = field(default_factory=Timeouts)
+
+    def channel(self, target: str) -> grpc.aio.Channel:
+        """Opens a channel; it connects at the first call."""
+        options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
+        if self.tls is None:
+            if self.token is not None and not is_loopback_target(target):
+                raise ValueError(
+                    f"a token would travel in clear text to {target}: give TLS options, "
+                    "or use a loopback address"
+                )
+            return grpc.aio.insecure_channel(target, options=options)
+        if self.tls.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
+        return grpc.aio.secure_channel(target, self.tls.credentials(), options=options)
+
+    def call_metadata(self, tenant: str | None) -> Sequence[tuple[str, str]]:
+        """The metadata of one call, for `tenant` or else for the client's own."""
+        metadata: list[tuple[str, str]] = []
+        if self.token is not None:
+            metadata.append(("authorization", f"Bearer {self.token}"))
+        acting_for = tenant if tenant is not None else self.tenant
+        if acting_for is not None:
+            metadata.append(("kvshuttle-tenant", acting_for))
+        return metadata
+
+
+def is_loopback_target(target: str) -> bool:
+    """Whether a gRPC target is on this machine for certain."""
+    if target.startswith("unix:"):
+        return True
+    host = target.rpartition(":")[0].strip("[]")
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
