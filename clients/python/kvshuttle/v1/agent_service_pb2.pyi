@@ -1301,22 +1301,28 @@ class Revoke(_message.Message):
     LEASE_ID_FIELD_NUMBER: _builtins.int
     VERSION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
+    TURN_TOKEN_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Which lease."""
     version: _builtins.int
     """Grows with every command about it."""
     reason: _builtins.str
     """Why."""
+    turn_token: _builtins.str
+    """The turn whose leg hoped for this lease, so that its lookup stops waiting even where the lease
+    was never granted.
+    """
     def __init__(
         self,
         *,
         lease_id: _builtins.str = ...,
         version: _builtins.int = ...,
         reason: _builtins.str = ...,
+        turn_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "reason", b"reason", "turn_token", b"turn_token", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
