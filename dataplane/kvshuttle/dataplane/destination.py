@@ -1,0 +1,443 @@
+"""The side that reads: grants, the match with a request's own hashes, and loads in flight."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvshuttle.dataplane import messages as m
+from kvshuttle.dataplane.clock import Clock, destination_deadline
+from kvshuttle.dataplane.counters import Counters
+from kvshuttle.dataplane.holds import BlockStore, Hold, HoldKind, HoldTable
+from kvshuttle.dataplane.limits import (
+    DEADLINE_MARGIN_NS,
+    QUARANTINE_SHARE,
+    UNKNOWN_TURN_WAIT_NS,
+)
+from kvshuttle.dataplane.log import get_logger
+from kvshuttle.dataplane.matching import common_prefix, split_hashes
+from kvshuttle.dataplane.outbox import Outbox
+from kvshuttle.dataplane.turns import LegKey, TurnBook, TurnLeg
+from kvshuttle.v1 import agent_service_pb2 as agent_pb2
+from kvshuttle.v1 import types_pb2
+
+__all__ = ["DestinationSide", "Grant", "Load", "Match"]
+
+_log = get_logger("destination")
+
+
+@dataclass(eq=False)
+class Grant:
+    """The right to read, once."""
+
+    lease_id: str
+    version: int
+    token: str
+    leg: types_pb2.Leg.ValueType
+    source: tuple[str, int]
+    start: int
+    block_ids: list[int]
+    hashes: list[bytes]
+    deadline_ns: int
+    is_return: bool
+    request_id: str = ""
+
+
+@dataclass(eq=False)
+class Load:
+    """A read that a request waits for, or has waited for."""
+
+    request_id: str
+    grant: Grant
+    hold: Hold
+    blocks: int
+    tokens: int
+    looked_ns: int
+    ranks_left: int
+    published: bool = True
+    orphaned: bool = False
+    reason: str = ""
+    bytes_moved: int = 0
+    transfer_ns: int = 0
+
+
+@dataclass(frozen=True)
+class Match:
+    """What a request may load: blocks ``[start, end)`` of its own chain."""
+
+    grant: Grant
+    start: int
+    end: int
+
+
+class DestinationSide:
+    """Scheduler thread only."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        holds: HoldTable,
+        turns: TurnBook,
+        counters: Counters,
+        outbox: Outbox,
+        clock: Clock,
+        block_size: int,
+    ) -> None:
+        self._store = store
+        self._holds = holds
+        self._turns = turns
+        self._counters = counters
+        self._out = outbox
+        self._clock = clock
+        self._block_size = block_size
+        self._grants: dict[str, Grant] = {}
+        self._by_leg: dict[LegKey, Grant] = {}
+        self._loads: dict[str, Load] = {}
+        self._looked: dict[str, int] = {}
+        self._matches: dict[str, Match] = {}
+        self._why_not: dict[str, str] = {}
+        self._peers: dict[tuple[str, int], str] = {}
+
+    # Commands.
+
+    def grant(self, command: agent_pb2.Grant) -> None:
+        """Keeps a grant for the request that carries its token, or gives it back at once."""
+        blocks = command.blocks
+        leg_number = (
+            types_pb2.LEG_PREFILL
+            if command.direction == types_pb2.DIRECTION_RETURN
+            else types_pb2.LEG_DECODE
+        )
+        leg = self._turns.find((command.turn_token, leg_number))
+        if command.lease_id in self._grants:
+            return
+        if leg is None or leg.settled or leg.refused:
+            self._say_stopped(command.lease_id, agent_pb2.TRANSFER_OUTCOME_UNUSED, "TURN_GONE_ON")
+            return
+        try:
+            hashes = split_hashes(blocks.hashes, blocks.hash_size)
+            if len(hashes) != len(blocks.block_ids):
+                raise ValueError(
+                    f"blocks: {len(blocks.block_ids)} ids and {len(hashes)} hashes do not pair"
+                )
+        except ValueError as error:
+            _log.error("grant_malformed", lease=command.lease_id, error=str(error))
+            leg.refused = "GRANT_MALFORMED"
+            self._say_stopped(
+                command.lease_id, agent_pb2.TRANSFER_OUTCOME_FAILED, "GRANT_MALFORMED"
+            )
+            return
+        grant = Grant(
+            lease_id=command.lease_id,
+            version=command.version,
+            token=command.turn_token,
+            leg=leg_number,
+            source=(command.source.worker_id, command.source.incarnation),
+            start=blocks.range.start,
+            block_ids=list(blocks.block_ids),
+            hashes=hashes,
+            deadline_ns=destination_deadline(command.as_of, command.ttl.ToNanoseconds()),
+            is_return=command.direction == types_pb2.DIRECTION_RETURN,
+        )
+        leg.lease_id = command.lease_id
+        self._grants[grant.lease_id] = grant
+        self._by_leg[grant.token, grant.leg] = grant
+
+    def extend(self, command: agent_pb2.Extend) -> None:
+        """Counts longer."""
+        grant = self._grants.get(command.lease_id)
+        if grant is None or command.version <= grant.version:
+            return
+        grant.version = command.version
+        grant.deadline_ns = max(
+            grant.deadline_ns,
+            destination_deadline(command.as_of, command.ttl.ToNanoseconds()),
+        )
+        if grant.request_id:
+            self._out.order(m.ExtendRead(grant.request_id, grant.deadline_ns))
+        self._out.emit(
+            agent_pb2.AgentEvent(
+                extended=agent_pb2.LeaseExtended(
+                    lease_id=grant.lease_id, version=command.version, is_source=False
+                )
+            )
+        )
+
+    def revoke(self, lease_id: str, reason: str, token: str = "") -> None:
+        """Stops a lease: an unused one now, a running one as soon as NIXL lets go."""
+        if token:
+            self._turns.refuse(token, reason or "REVOKED")
+        grant = self._grants.get(lease_id)
+        if grant is not None and grant.request_id:
+            self._out.order(m.Abandon(grant.request_id, reason or "REVOKED"))
+            return
+        if grant is not None:
+            self._drop(grant)
+        self._say_stopped(lease_id, agent_pb2.TRANSFER_OUTCOME_REVOKED, reason or "REVOKED")
+
+    def forget_turn(self, leg: TurnLeg) -> None:
+        """A turn is over: what it did not use goes back."""
+        grant = self._by_leg.get((leg.token, leg.leg))
+        if grant is not None and not grant.request_id:
+            self._give_back(grant, "TURN_ENDED")
+
+    def peer_ready(self, worker: tuple[str, int], error: str) -> None:
+        """A rank has connected to a peer, or says why it cannot."""
+        self._peers[worker] = error
+
+    def peer_fenced(self, worker: tuple[str, int]) -> None:
+        """A source's boot is attested dead."""
+        self._peers.pop(worker, None)
+        for grant in list(self._grants.values()):
+            if grant.source == worker and not grant.request_id:
+                self.revoke(grant.lease_id, "PEER_FENCED", grant.token)
+
+    # Hooks.
+
+    def look(
+        self,
+        request_id: str,
+        key: LegKey,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        num_computed: int,
+    ) -> int | None:
+        """Tokens that can be loaded beyond ``num_computed``; None: ask again soon.
+
+        May be called many times for one request.
+        """
+        if request_id in self._loads:
+            # Asked again after a failed load or a preemption: it has had its one lease.
+            return self._no(request_id, "")
+        now = self._clock()
+        looked = self._looked.setdefault(request_id, now)
+        leg = self._turns.find(key)
+        if leg is None:
+            if self._out.connected and now - looked < UNKNOWN_TURN_WAIT_NS:
+                return None
+            return self._no(request_id, "UNKNOWN_TURN")
+        if leg.claimed_by not in ("", request_id):
+            return self._no(request_id, "CLAIMED_BY_ANOTHER")
+        grant = self._by_leg.get(key)
+        if grant is None:
+            if leg.refused:
+                return self._no(request_id, leg.refused)
+            if not leg.hopes:
+                return self._no(request_id, "")
+            if not self._out.connected:
+                return self._no(request_id, "CONTROL_PLANE_DOWN")
+            if now - looked < leg.lookup_wait_ns:
+                return None
+            return self._no(request_id, "GRANT_TIMEOUT")
+        if now > grant.deadline_ns - DEADLINE_MARGIN_NS:
+            return self._no(request_id, "LEASE_EXPIRED")
+        peer = self._peers.get(grant.source)
+        if peer is None and now - looked < leg.lookup_wait_ns:
+            return None
+        if peer is None or peer:
+            return self._no(request_id, "PEER_UNREACHABLE" if peer else "PEER_UNKNOWN")
+        if self._holds.quarantined_blocks > QUARANTINE_SHARE * self._store.total_blocks:
+            return self._no(request_id, "QUARANTINE_FULL")
+        # The last token is always computed: its logits are what the request is for.
+        usable = min(len(hashes), (num_tokens - 1) // self._block_size)
+        start = num_computed // self._block_size
+        end = grant.start + common_prefix(hashes[grant.start : usable], grant.hashes)
+        if start < grant.start:
+            return self._no(request_id, "RANGE_STARTS_LATER")
+        missing = (end - start) * self._block_size
+        if end <= grant.start:
+            return self._no(request_id, "NO_COMMON_PREFIX")
+        if missing <= 0:
+            return self._no(request_id, "LOCAL_HIT")
+        if missing < leg.min_tokens:
+            return self._no(request_id, "TOO_FEW_TOKENS")
+        self._matches[request_id] = Match(grant, start, end)
+        self._why_not.pop(request_id, None)
+        return missing
+
+    def allocated(
+        self, request_id: str, key: LegKey, block_ids: Sequence[int], num_tokens: int
+    ) -> None:
+        """vLLM has allocated: ``num_tokens`` are to be loaded; 0: the request runs without."""
+        leg = self._turns.find(key)
+        match = self._matches.pop(request_id, None)
+        looked = self._looked.pop(request_id, self._clock())
+        if request_id in self._loads:
+            return
+        if num_tokens <= 0 or match is None:
+            reason = self._why_not.pop(request_id, "")
+            self._settle_without(leg, reason, request_id)
+            if num_tokens > 0:
+                # Cannot be: vLLM loads only what look() promised. Fail the load, not the engine.
+                self._out.order(m.Refuse(request_id))
+            return
+        grant = match.grant
+        landing = list(block_ids[match.start : match.end])
+        load = Load(
+            request_id=request_id,
+            grant=grant,
+            hold=self._holds.take(HoldKind.LANDING, landing),
+            blocks=len(landing),
+            tokens=num_tokens,
+            looked_ns=looked,
+            ranks_left=self._out.num_ranks,
+        )
+        self._loads[request_id] = load
+        grant.request_id = request_id
+        if leg is not None:
+            leg.claimed_by = request_id
+            leg.settled = True
+        offset = match.start - grant.start
+        self._out.order(
+            m.Read(
+                request_id=request_id,
+                lease_id=grant.lease_id,
+                worker_id=grant.source[0],
+                incarnation=grant.source[1],
+                local_block_ids=landing,
+                remote_block_ids=grant.block_ids[offset : offset + len(landing)],
+                deadline_ns=grant.deadline_ns,
+                is_return=grant.is_return,
+            )
+        )
+        self._out.emit(
+            agent_pb2.AgentEvent(
+                active=agent_pb2.LeaseActive(lease_id=grant.lease_id, blocks=len(landing))
+            )
+        )
+
+    def request_gone(self, request_id: str, key: LegKey) -> int:
+        """The request has finished or was aborted. Returns the tokens that a load spared it."""
+        self._looked.pop(request_id, None)
+        self._matches.pop(request_id, None)
+        self._why_not.pop(request_id, None)
+        load = self._loads.get(request_id)
+        leg = self._turns.find(key)
+        if load is None:
+            if leg is not None and leg.claimed_by in ("", request_id):
+                self._settle_without(leg, "REQUEST_ENDED", request_id)
+            return 0
+        spared = load.tokens if load.published and load.ranks_left == 0 else 0
+        if load.ranks_left == 0:
+            del self._loads[request_id]
+        else:
+            # Forgotten once every rank has let go.
+            load.orphaned = True
+            self._out.order(m.Abandon(request_id, "REQUEST_ENDED"))
+        return spared
+
+    def read_ended(self, message: m.ReadEnded) -> None:
+        """One rank's read has ended and nothing of it writes any more."""
+        load = self._loads.get(message.request_id)
+        if load is None or load.grant.lease_id != message.lease_id or load.ranks_left == 0:
+            return
+        load.ranks_left -= 1
+        load.published &= message.published
+        load.reason = load.reason or message.reason
+        load.bytes_moved += message.bytes_moved
+        load.transfer_ns = max(load.transfer_ns, message.transfer_ns)
+        if load.ranks_left:
+            return
+        self._holds.release(load.hold)
+        self._drop(load.grant)
+        stopped = agent_pb2.LeaseStopped(
+            lease_id=load.grant.lease_id,
+            outcome=_outcome(load),
+            reason="" if load.published else load.reason,
+        )
+        if load.published:
+            stopped.stats.blocks = load.blocks
+            stopped.stats.tokens = load.tokens
+            stopped.stats.bytes = load.bytes_moved
+            stopped.stats.transfer_time.FromNanoseconds(load.transfer_ns)
+            stopped.stats.wait_time.FromNanoseconds(max(0, self._clock() - load.looked_ns))
+            self._counters.transfer(
+                is_return=load.grant.is_return, bytes_moved=load.bytes_moved, tokens=load.tokens
+            )
+        else:
+            self._counters.fallback(load.reason)
+            _log.warning(
+                "load_failed",
+                lease=load.grant.lease_id,
+                reason=load.reason,
+                tokens=load.tokens,
+            )
+        self._out.emit(agent_pb2.AgentEvent(stopped=stopped))
+        if load.orphaned:
+            del self._loads[message.request_id]
+
+    def load_failed(self, request_id: str) -> None:
+        """vLLM was told that the load failed: what is in flight becomes a quarantine."""
+        load = self._loads.get(request_id)
+        if load is not None and load.ranks_left:
+            self._holds.quarantine(load.hold)
+
+    def expire(self, now: int) -> None:
+        """Gives back grants whose time is over and that no request has used."""
+        for grant in list(self._grants.values()):
+            if not grant.request_id and now >= grant.deadline_ns:
+                self._give_back(grant, "LEASE_EXPIRED")
+
+    def next_deadline(self) -> int | None:
+        """The next instant at which :meth:`expire` has something to do."""
+        return min((g.deadline_ns for g in self._grants.values() if not g.request_id), default=None)
+
+    @property
+    def open_grants(self) -> list[Grant]:
+        """Grants that are unused or in use."""
+        return list(self._grants.values())
+
+    @property
+    def grant_count(self) -> int:
+        """Number of grants that are unused or in use; any thread."""
+        return len(self._grants)
+
+    # Inside.
+
+    def _no(self, request_id: str, reason: str) -> int:
+        self._matches.pop(request_id, None)
+        self._why_not[request_id] = reason
+        return 0
+
+    def _settle_without(self, leg: TurnLeg | None, reason: str, request_id: str) -> None:
+        if reason not in _NO_FALLBACK:
+            self._counters.fallback(reason)
+            _log.info("recompute", reason=reason, request=request_id)
+        if leg is None or leg.settled or reason == "CLAIMED_BY_ANOTHER":
+            return
+        leg.settled = True
+        grant = self._by_leg.get((leg.token, leg.leg))
+        if grant is not None and not grant.request_id:
+            self._give_back(grant, reason or "NOT_NEEDED")
+
+    def _give_back(self, grant: Grant, reason: str) -> None:
+        self._drop(grant)
+        self._say_stopped(grant.lease_id, agent_pb2.TRANSFER_OUTCOME_UNUSED, reason)
+
+    def _drop(self, grant: Grant) -> None:
+        self._grants.pop(grant.lease_id, None)
+        if self._by_leg.get((grant.token, grant.leg)) is grant:
+            del self._by_leg[grant.token, grant.leg]
+
+    def _say_stopped(
+        self, lease_id: str, outcome: agent_pb2.TransferOutcome.ValueType, reason: str
+    ) -> None:
+        self._out.emit(
+            agent_pb2.AgentEvent(
+                stopped=agent_pb2.LeaseStopped(lease_id=lease_id, outcome=outcome, reason=reason)
+            )
+        )
+
+
+_NO_FALLBACK = frozenset({"", "LOCAL_HIT", "TOO_FEW_TOKENS", "REQUEST_ENDED"})
+"""Reasons for which nothing was hoped for or nothing was lost."""
+
+_DISCARDED = frozenset({"LATE", "SOURCE_LET_GO", "SOURCE_SILENT", "LEASE_EXPIRED"})
+
+
+def _outcome(load: Load) -> agent_pb2.TransferOutcome.ValueType:
+    if load.published:
+        return agent_pb2.TRANSFER_OUTCOME_PUBLISHED
+    if load.reason in _DISCARDED:
+        return agent_pb2.TRANSFER_OUTCOME_DISCARDED
+    return agent_pb2.TRANSFER_OUTCOME_FAILED

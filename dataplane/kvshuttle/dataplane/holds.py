@@ -1,0 +1,125 @@
+"""Holds: extra references on vLLM blocks, the one mechanism that keeps memory in place.
+
+A replica, a lease's source range, a landing zone and a quarantine are all holds. vLLM may finish,
+abort or preempt any request at any time; a block under a hold is not handed out again until the
+last hold on it has ended.
+"""
+
+from __future__ import annotations
+
+import enum
+import itertools
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+__all__ = ["BlockStore", "Hold", "HoldKind", "HoldTable"]
+
+
+class BlockStore(Protocol):
+    """The engine's pool of KV blocks, as far as holds need it. Scheduler thread only."""
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Adds one reference to each block."""
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Takes one reference from each block; the last ones of the sequence are reused first."""
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The block that the engine's prefix cache has under this hash, if any."""
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks without a reference."""
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks that can be used at all."""
+
+    @property
+    def caching(self) -> bool:
+        """Whether the engine's prefix cache is on."""
+
+
+class HoldKind(enum.Enum):
+    """What a hold is for."""
+
+    REPLICA = "replica"
+    SOURCE = "source"
+    LANDING = "landing"
+    QUARANTINE = "quarantine"
+
+
+@dataclass(eq=False)
+class Hold:
+    """One set of references. Ends exactly once, through :meth:`HoldTable.release`."""
+
+    kind: HoldKind
+    block_ids: tuple[int, ...]
+    number: int
+    ended: bool = field(default=False)
+
+
+class HoldTable:
+    """Every hold of one engine."""
+
+    def __init__(self, store: BlockStore) -> None:
+        self._store = store
+        self._numbers = itertools.count(1)
+        self._holds: set[Hold] = set()
+        self._references: Counter[int] = Counter()
+        self._quarantined: Counter[int] = Counter()
+
+    def take(self, kind: HoldKind, block_ids: Sequence[int]) -> Hold:
+        """References the blocks, which must be referenced or cached at this moment."""
+        hold = Hold(kind, tuple(block_ids), next(self._numbers))
+        self._store.touch(hold.block_ids)
+        self._holds.add(hold)
+        self._references.update(hold.block_ids)
+        if kind is HoldKind.QUARANTINE:
+            self._quarantined.update(hold.block_ids)
+        return hold
+
+    def quarantine(self, hold: Hold) -> None:
+        """Turns a landing hold into a quarantine: its writer has not been seen to stop."""
+        if hold.ended or hold.kind is HoldKind.QUARANTINE:
+            return
+        hold.kind = HoldKind.QUARANTINE
+        self._quarantined.update(hold.block_ids)
+
+    def release(self, hold: Hold) -> None:
+        """Ends a hold; ending it again does nothing."""
+        if hold.ended:
+            return
+        hold.ended = True
+        self._holds.discard(hold)
+        _subtract(self._references, hold.block_ids)
+        if hold.kind is HoldKind.QUARANTINE:
+            _subtract(self._quarantined, hold.block_ids)
+        # Reversed by the store: the tail of a chain is worth least.
+        self._store.free(hold.block_ids)
+
+    @property
+    def count(self) -> int:
+        """Number of holds."""
+        return len(self._holds)
+
+    @property
+    def held_blocks(self) -> int:
+        """Blocks under at least one hold."""
+        return len(self._references)
+
+    @property
+    def quarantined_blocks(self) -> int:
+        """Blocks under at least one quarantine."""
+        return len(self._quarantined)
+
+
+def _subtract(counter: Counter[int], block_ids: Sequence[int]) -> None:
+    for block_id in block_ids:
+        left = counter[block_id] - 1
+        if left:
+            counter[block_id] = left
+        else:
+            del counter[block_id]

@@ -1,0 +1,81 @@
+"""The agent's limits and defaults, each with its reason. Times in ns unless the name says so."""
+
+from __future__ import annotations
+
+from kvshuttle.dataplane.clock import NS
+
+__all__ = [
+    "CONFIRM_TIMEOUT_NS",
+    "CONNECT_LINGER_NS",
+    "DEADLINE_MARGIN_NS",
+    "MAX_EVENTS_A_MESSAGE",
+    "MAX_MESSAGE_BYTES",
+    "MAX_PENDING_EVENTS",
+    "MAX_SOFT_REPLICAS",
+    "MAX_TURNS",
+    "POLL_MAX_READING_NS",
+    "POLL_MAX_SERVING_NS",
+    "POLL_MIN_NS",
+    "QUARANTINE_SHARE",
+    "READ_STALL_NS",
+    "RECONNECT_MAX_S",
+    "RECONNECT_MIN_S",
+    "UNKNOWN_TURN_WAIT_NS",
+]
+
+DEADLINE_MARGIN_NS = NS // 4
+"""A destination posts nothing later than this before its deadline: far more than one scheduler
+step, so that what is posted has a chance to be published."""
+
+READ_STALL_NS = 5 * NS
+"""A posted READ that takes longer is given up and the request recomputes: at 0.5 GB/s this is 2.5
+GB, and no user waits longer for KV than prefill would take to compute it."""
+
+CONFIRM_TIMEOUT_NS = 1 * NS
+"""Longest wait for the source's answer after completion; a live source answers within its polling
+interval, a few ms."""
+
+CONNECT_LINGER_NS = 2 * NS
+"""How long both ends keep calling into NIXL after they learnt of each other: UCX's wire-up takes
+14 to 21 ms between two processes here, when both progress."""
+
+POLL_MIN_NS = 50_000
+"""First interval between polls after something happened: a 13 MB READ takes about 3 ms."""
+
+POLL_MAX_READING_NS = 500_000
+"""Longest interval while a READ of ours is posted; measured 2.4 to 4.4 GB/s at this rate."""
+
+POLL_MAX_SERVING_NS = 4_000_000
+"""Longest interval while a peer may read from us: adds at most this to its wire-up, and costs
+under 1 % of a core."""
+
+UNKNOWN_TURN_WAIT_NS = 50_000_000
+"""How long a request whose turn token nobody announced waits for the announcement, which was sent
+before the gateway had the token and so is at most a stream's delay behind."""
+
+MAX_TURNS = 65_536
+"""Turn legs remembered at once; the oldest go first. A leg is forgotten at its turn's end, so this
+bounds what a broken control plane can make the engine remember."""
+
+MAX_SOFT_REPLICAS = 4_096
+"""Soft replicas remembered at once: 3,000 hashes of 32 bytes each at 100k tokens, so about 400 MB
+at the very most and a few MB as a rule."""
+
+QUARANTINE_SHARE = 0.10
+"""Largest share of the pool in quarantines; beyond it no new landing zone is taken."""
+
+MAX_PENDING_EVENTS = 100_000
+"""Events kept for the control plane while its stream is down; the oldest go first. The next hello
+carries the whole inventory, so a lost event delays a release until its deadline and no more."""
+
+MAX_EVENTS_A_MESSAGE = 1_000
+"""The API's limit on events in one message."""
+
+MAX_MESSAGE_BYTES = 32 * 1024 * 1024
+"""Largest message on the stream: a grant over 1M tokens in blocks of 16 is 2.5 MB."""
+
+RECONNECT_MIN_S = 0.1
+"""First pause before a new try to connect; doubles, with jitter, up to RECONNECT_MAX_S."""
+
+RECONNECT_MAX_S = 5.0
+"""Longest pause: a returning control plane has all agents back within this."""

@@ -1,0 +1,381 @@
+"""The scheduler side of the agent: what runs inside vLLM's scheduler hooks.
+
+Everything here runs on vLLM's scheduler thread, the only one that may touch the block pool. What
+other threads have to say (commands of the control plane, reports of the movers, timers) waits in an
+inbox that every hook empties first.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvshuttle.dataplane import messages as m
+from kvshuttle.dataplane.clock import Clock
+from kvshuttle.dataplane.counters import Counters
+from kvshuttle.dataplane.destination import DestinationSide
+from kvshuttle.dataplane.holds import BlockStore, HoldTable
+from kvshuttle.dataplane.log import get_logger
+from kvshuttle.dataplane.outbox import Outbox
+from kvshuttle.dataplane.source import SourceSide
+from kvshuttle.dataplane.turns import LegKey, TurnBook, TurnLeg
+from kvshuttle.v1 import agent_service_pb2 as agent_pb2
+from kvshuttle.v1 import cluster_service_pb2 as cluster_pb2
+from kvshuttle.v1 import types_pb2
+
+__all__ = ["CommandBatch", "FinishedRequest", "SchedulerAgent", "StreamDown", "StreamUp", "Tick"]
+
+_log = get_logger("scheduler")
+
+
+@dataclass(frozen=True)
+class StreamUp:
+    """The control plane has welcomed this boot on a new stream."""
+
+    generation: int
+    epoch: int
+    welcome: agent_pb2.AgentWelcome
+
+
+@dataclass(frozen=True)
+class StreamDown:
+    """The stream is gone; commands of it that still queue are dropped."""
+
+    generation: int
+
+
+@dataclass(frozen=True)
+class CommandBatch:
+    """Orders that came on a stream."""
+
+    generation: int
+    epoch: int
+    commands: Sequence[agent_pb2.AgentCommand]
+
+
+@dataclass(frozen=True)
+class Tick:
+    """A deadline has come."""
+
+
+@dataclass(frozen=True)
+class FinishedRequest:
+    """What a finished request leaves: its full, written blocks and their hashes."""
+
+    request_id: str
+    hashes: tuple[bytes, ...]
+    block_ids: tuple[int, ...]
+    prompt_tokens: int
+    aborted: bool
+
+
+InboxItem = StreamUp | StreamDown | CommandBatch | Tick | m.FromMover
+
+
+@dataclass
+class _LegTimes:
+    """When a leg's request could last start to compute, and what it found in the cache."""
+
+    admitted_ns: int
+    local_tokens: int
+
+
+class SchedulerAgent:
+    """Commands in, holds and matches inside, events out."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        outbox: Outbox,
+        clock: Clock,
+        *,
+        block_size: int,
+        worker_id: str,
+        counts: Callable[[], tuple[int, int]],
+    ) -> None:
+        self._store = store
+        self._out = outbox
+        self._clock = clock
+        self._block_size = block_size
+        self._worker_id = worker_id
+        self._counts = counts
+        self._holds = HoldTable(store)
+        self._turns = TurnBook()
+        self.counters = Counters()
+        self.source = SourceSide(store, self._holds, outbox, clock, block_size)
+        self.destination = DestinationSide(
+            store, self._holds, self._turns, self.counters, outbox, clock, block_size
+        )
+        self._inbox: deque[InboxItem] = deque()
+        self._generation = 0
+        self._highest_epoch = 0
+        self._lineage = ""
+        self._default_retention_ns = 0
+        self._fenced = False
+        self._times: dict[str, _LegTimes] = {}
+
+    # From other threads.
+
+    def post(self, item: InboxItem) -> None:
+        """Queues something for the scheduler thread; the caller wakes the engine."""
+        self._inbox.append(item)
+
+    @property
+    def highest_epoch(self) -> int:
+        """The highest term obeyed; any thread."""
+        return self._highest_epoch
+
+    @property
+    def lineage(self) -> str:
+        """The control plane's lineage; any thread."""
+        return self._lineage
+
+    @property
+    def fenced(self) -> bool:
+        """Whether this boot has been declared dead; any thread."""
+        return self._fenced
+
+    def pool_stats(self) -> cluster_pb2.PoolStats:
+        """For a heartbeat; any thread: reads single words that the scheduler thread writes."""
+        running, waiting = self._counts()
+        return cluster_pb2.PoolStats(
+            total_blocks=self._store.total_blocks,
+            free_blocks=self._store.free_blocks,
+            held_blocks=self._holds.held_blocks,
+            holds=self._holds.count,
+            quarantined_blocks=self._holds.quarantined_blocks,
+            running_requests=running,
+            waiting_requests=waiting,
+            open_leases=self.source.lease_count + self.destination.grant_count,
+        )
+
+    # Hooks of vLLM's scheduler.
+
+    def drain(self) -> None:
+        """Applies what waits in the inbox. One bad item must not stop the engine or the rest."""
+        while self._inbox:
+            item = self._inbox.popleft()
+            try:
+                self._apply(item)
+            except Exception:
+                _log.exception("inbox_item_failed", item=type(item).__name__)
+                self.counters.fallback("AGENT_ERROR")
+
+    def look(
+        self,
+        request_id: str,
+        key: LegKey,
+        hashes: Sequence[bytes],
+        num_tokens: int,
+        num_computed: int,
+    ) -> int | None:
+        """Tokens that can be loaded; None: ask again soon."""
+        self.drain()
+        self._times[request_id] = _LegTimes(self._clock(), num_computed)
+        return self.destination.look(request_id, key, hashes, num_tokens, num_computed)
+
+    def allocated(
+        self, request_id: str, key: LegKey, block_ids: Sequence[int], num_external: int
+    ) -> None:
+        """vLLM has allocated blocks for a request of a turn; again when its load has ended."""
+        self.destination.allocated(request_id, key, block_ids, num_external)
+        times = self._times.get(request_id)
+        if times is not None:
+            times.admitted_ns = self._clock()
+
+    def finished(self, key: LegKey, request: FinishedRequest) -> None:
+        """A request of a turn has ended: hold and offer what it leaves."""
+        self.drain()
+        loaded = self.destination.request_gone(request.request_id, key)
+        times = self._times.pop(request.request_id, None)
+        leg = self._turns.find(key)
+        if leg is None:
+            return
+        if not request.aborted and times is not None:
+            self._leg_computed(leg, request, times, loaded)
+        # A prefill that was aborted leaves nothing that anybody waits for.
+        if request.aborted and leg.leg == types_pb2.LEG_PREFILL:
+            return
+        self.source.offer(leg, request.hashes, request.block_ids)
+
+    def load_failed(self, request_ids: Sequence[str]) -> None:
+        """vLLM was told that these loads failed."""
+        for request_id in request_ids:
+            self.destination.load_failed(request_id)
+
+    def refuse_load(self, request_id: str, num_external: int) -> None:
+        """Something broke after vLLM was promised a load: let it fail instead of hang."""
+        self.counters.fallback("AGENT_ERROR")
+        if num_external > 0:
+            self._out.order(m.Refuse(request_id))
+
+    def lease_inventory(self) -> list[agent_pb2.AgentLease]:
+        """Every lease that this side knows, for a hello; the link's thread."""
+        now = self._clock()
+        leases: list[agent_pb2.AgentLease] = []
+        for lease in self.source.open_leases:
+            entry = agent_pb2.AgentLease(
+                lease_id=lease.lease_id, version=lease.version, is_source=True
+            )
+            entry.remaining.FromNanoseconds(max(0, lease.deadline_ns - now))
+            leases.append(entry)
+        for grant in self.destination.open_grants:
+            entry = agent_pb2.AgentLease(
+                lease_id=grant.lease_id,
+                version=grant.version,
+                transferring=bool(grant.request_id),
+            )
+            entry.remaining.FromNanoseconds(max(0, grant.deadline_ns - now))
+            leases.append(entry)
+        return leases
+
+    def make_room(self, wanted_free: int) -> None:
+        """Lets replicas go until so many blocks are free, or no hard replica is left."""
+        self.source.make_room(min(wanted_free, self._store.total_blocks))
+
+    def reset(self) -> None:
+        """The engine's cache is being reset: replicas go, leases keep their ranges."""
+        self.drain()
+        self.source.drop_replicas("RESET")
+
+    def next_deadline(self) -> int | None:
+        """The next instant (ns) at which a Tick is due."""
+        times = [self.source.next_deadline(), self.destination.next_deadline()]
+        return min((t for t in times if t is not None), default=None)
+
+    # Inside.
+
+    def _apply(self, item: InboxItem) -> None:
+        match item:
+            case CommandBatch():
+                # What a closed stream or an older term had queued is not obeyed any more.
+                if item.generation != self._generation or item.epoch < self._highest_epoch:
+                    _log.warning(
+                        "stale_commands_dropped", count=len(item.commands), epoch=item.epoch
+                    )
+                    return
+                for command in item.commands:
+                    self._obey(command)
+            case StreamUp():
+                self._generation = item.generation
+                self._highest_epoch = max(self._highest_epoch, item.epoch)
+                self._lineage = item.welcome.lineage_id
+                self.source.drift_ppm = item.welcome.clock_drift_ppm
+                for peer in item.welcome.peers:
+                    self._add_peer(peer)
+            case StreamDown():
+                pass
+            case Tick():
+                now = self._clock()
+                self.source.expire(now)
+                self.destination.expire(now)
+            case m.ReadEnded():
+                self.destination.read_ended(item)
+            case m.ReaderDone():
+                self.source.reader_done(item.lease_id)
+            case m.Unserved():
+                self.source.unserved(item.lease_id)
+            case m.PeerReady():
+                self.destination.peer_ready((item.worker_id, item.incarnation), item.error)
+            case m.MoverFailed():
+                _log.error("mover_failed", error=item.error)
+                self.counters.fallback("MOVER_FAILED")
+
+    def _obey(self, command: agent_pb2.AgentCommand) -> None:
+        match command.WhichOneof("command"):
+            case "expect_turn":
+                self._expect(command.expect_turn)
+            case "forget_turn":
+                forget = command.forget_turn
+                leg = self._turns.forget((forget.turn_token, forget.leg))
+                if leg is not None:
+                    self.destination.forget_turn(leg)
+            case "harden":
+                self.source.harden(command.harden)
+            case "grant":
+                self.destination.grant(command.grant)
+            case "extend":
+                side = self.source if command.extend.is_source else self.destination
+                side.extend(command.extend)
+            case "revoke":
+                revoke = command.revoke
+                self.destination.revoke(revoke.lease_id, revoke.reason, revoke.turn_token)
+            case "reader_stopped":
+                self.source.reader_stopped(command.reader_stopped.lease_id)
+            case "release_replica":
+                release = command.release_replica
+                self.source.release(release.tenant, release.session_id, release.head_hash)
+            case "retain_replica":
+                retain = command.retain_replica
+                self.source.retain(
+                    retain.tenant,
+                    retain.session_id,
+                    retain.head_hash,
+                    retain.retention.ToNanoseconds(),
+                )
+            case "peer":
+                self._add_peer(command.peer)
+            case "peer_fenced":
+                worker = command.peer_fenced.worker
+                key = (worker.worker_id, worker.incarnation)
+                self._out.order(m.DropPeer(*key))
+                self.destination.peer_fenced(key)
+                self.source.fence(key)
+            case "drain":
+                self.source.draining = not command.drain.undo
+            case "fenced":
+                self._fenced = True
+                _log.error("fenced", reason=command.fenced.reason)
+            case unknown:
+                _log.warning("unknown_command", command=str(unknown))
+
+    def _expect(self, expect: agent_pb2.ExpectTurn) -> None:
+        self._turns.expect(
+            TurnLeg(
+                token=expect.turn_token,
+                leg=expect.leg,
+                tenant=expect.tenant,
+                session_id=expect.session_id,
+                turn=expect.turn,
+                lease_id=expect.lease_id,
+                lease_follows=expect.lease_follows,
+                lookup_wait_ns=expect.lookup_wait.ToNanoseconds(),
+                retention_ns=expect.retention.ToNanoseconds(),
+                min_tokens=expect.min_tokens,
+            )
+        )
+
+    def _add_peer(self, peer: agent_pb2.Peer) -> None:
+        for rank in peer.ranks:
+            self._out.order(
+                m.AddPeer(
+                    worker_id=peer.worker.worker_id,
+                    incarnation=peer.worker.incarnation,
+                    agent_name=rank.agent_name,
+                    agent_metadata=rank.agent_metadata,
+                    regions=[
+                        m.PeerRegion(r.base_address, r.block_bytes, r.memory_type, r.device_id)
+                        for r in rank.regions
+                    ],
+                ),
+                rank=rank.rank,
+            )
+
+    def _leg_computed(
+        self, leg: TurnLeg, request: FinishedRequest, times: _LegTimes, loaded: int
+    ) -> None:
+        computed = max(0, request.prompt_tokens - times.local_tokens - loaded)
+        self.counters.leg(computed=computed, local_hit=times.local_tokens)
+        event = agent_pb2.LegComputed(
+            turn_token=leg.token,
+            leg=leg.leg,
+            prompt_tokens=request.prompt_tokens,
+            local_hit_tokens=times.local_tokens,
+            external_tokens=loaded,
+            computed_tokens=computed,
+        )
+        if leg.leg == types_pb2.LEG_PREFILL:
+            # It generates one token, so its end is the end of the prompt's computation.
+            event.compute_time.FromNanoseconds(max(0, self._clock() - times.admitted_ns))
+        self._out.emit(agent_pb2.AgentEvent(leg_computed=event))

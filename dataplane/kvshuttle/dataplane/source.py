@@ -1,0 +1,375 @@
+"""The side that is read: replicas, their retention, and the ranges that leases hold.
+
+A lease's source range stays held until its reader is known to have stopped or the local deadline
+has passed; nothing else ends it: not a revoke, not a session's end, not a lost stream.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from kvshuttle.dataplane import messages as m
+from kvshuttle.dataplane.clock import Clock, source_deadline
+from kvshuttle.dataplane.holds import BlockStore, Hold, HoldKind, HoldTable
+from kvshuttle.dataplane.limits import MAX_SOFT_REPLICAS
+from kvshuttle.dataplane.log import get_logger
+from kvshuttle.dataplane.outbox import Outbox
+from kvshuttle.dataplane.turns import TurnLeg
+from kvshuttle.v1 import agent_service_pb2 as agent_pb2
+from kvshuttle.v1 import session_service_pb2 as session_pb2
+from kvshuttle.v1 import types_pb2
+
+__all__ = ["Replica", "SourceLease", "SourceSide"]
+
+_log = get_logger("source")
+
+ReplicaKey = tuple[str, str, bytes]
+"""(tenant, session, head hash)."""
+
+
+@dataclass(eq=False)
+class Replica:
+    """A copy of ``chain[0:len(hashes))`` in this engine. Soft when ``hold`` is None."""
+
+    tenant: str
+    session_id: str
+    hashes: tuple[bytes, ...]
+    hold: Hold | None
+    expires_ns: int
+
+    @property
+    def key(self) -> ReplicaKey:
+        """Its identity."""
+        return self.tenant, self.session_id, self.hashes[-1]
+
+
+@dataclass(eq=False)
+class SourceLease:
+    """A range held for a reader."""
+
+    lease_id: str
+    version: int
+    hold: Hold
+    deadline_ns: int
+    guard_ns: int
+    destination: tuple[str, int]
+    ranks_done: int = 0
+    # Why it is closing; empty while it is open. It is gone once every rank says no to the reader.
+    closing: str = ""
+    ranks_unserved: int = 0
+
+
+class SourceSide:
+    """Scheduler thread only."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        holds: HoldTable,
+        outbox: Outbox,
+        clock: Clock,
+        block_size: int,
+    ) -> None:
+        self._store = store
+        self._holds = holds
+        self._out = outbox
+        self._clock = clock
+        self._block_size = block_size
+        self._replicas: OrderedDict[ReplicaKey, Replica] = OrderedDict()
+        self._leases: dict[str, SourceLease] = {}
+        self.drift_ppm = 200
+        self.draining = False
+
+    # Replicas.
+
+    def offer(
+        self, leg: TurnLeg, hashes: Sequence[bytes], block_ids: Sequence[int]
+    ) -> Replica | None:
+        """Holds what a finished request leaves and tells the control plane.
+
+        ``hashes`` and ``block_ids`` are those of its full blocks whose KV is written; equal length.
+        """
+        if not hashes or leg.retention_ns <= 0 or self.draining:
+            return None
+        expires = self._clock() + leg.retention_ns
+        # First the new references, then the old ones go: a block of both is never free between.
+        hold = self._holds.take(HoldKind.REPLICA, block_ids)
+        replica = Replica(leg.tenant, leg.session_id, tuple(hashes), hold, expires)
+        for old in self._of_session(leg.tenant, leg.session_id):
+            if replica.hashes[: len(old.hashes)] == old.hashes:
+                self._forget(old, "SUPERSEDED", tell=old.key != replica.key)
+        self._replicas[replica.key] = replica
+        self._out.emit(agent_pb2.AgentEvent(offered=self._describe(replica, leg.token, leg.leg)))
+        self._bound_soft()
+        return replica
+
+    def release(self, tenant: str, session_id: str, head_hash: bytes) -> None:
+        """Obeys ReleaseReplica; leases keep their own holds."""
+        for replica in self._of_session(tenant, session_id):
+            if not head_hash or replica.hashes[-1] == head_hash:
+                self._forget(replica, "RELEASED")
+
+    def retain(self, tenant: str, session_id: str, head_hash: bytes, retention_ns: int) -> None:
+        """Obeys RetainReplica."""
+        replica = self._replicas.get((tenant, session_id, head_hash))
+        if replica is None or replica.hold is None:
+            return
+        replica.expires_ns = self._clock() + retention_ns
+        if retention_ns <= 0:
+            self._soften(replica, "RELEASED")
+
+    def make_room(self, wanted_free: int) -> None:
+        """Softens replicas, soonest-expiring first, until so many blocks are free.
+
+        A running request goes before a replica: holds must not make vLLM preempt or starve.
+        """
+        if self._store.free_blocks >= wanted_free:
+            return
+        hard = sorted(
+            (r for r in self._replicas.values() if r.hold is not None),
+            key=lambda r: r.expires_ns,
+        )
+        for replica in hard:
+            self._soften(replica, "PRESSURE")
+            if self._store.free_blocks >= wanted_free:
+                return
+
+    def drop_replicas(self, reason: str) -> None:
+        """Lets every replica go, for a reset of the engine's cache or a shutdown."""
+        for replica in list(self._replicas.values()):
+            self._forget(replica, reason)
+
+    def inventory(self) -> list[agent_pb2.ReplicaOffered]:
+        """Every replica, for a hello."""
+        return [self._describe(r, "", types_pb2.LEG_UNSPECIFIED) for r in self._replicas.values()]
+
+    # Leases.
+
+    def harden(self, command: agent_pb2.Harden) -> None:
+        """Holds a range for a reader and answers with where it lies."""
+        known = self._leases.get(command.lease_id)
+        if known is not None:
+            return
+        replica = self._replicas.get((command.tenant, command.session_id, command.head_hash))
+        start, end = command.range.start, command.range.end
+        if self.draining:
+            self._refuse(command, "DRAINING")
+            return
+        if replica is None or not start < end <= len(replica.hashes):
+            self._refuse(command, "REPLICA_GONE")
+            return
+        block_ids = self._find(replica, start, end)
+        if not block_ids:
+            self._forget(replica, "REUSED")
+            self._refuse(command, "REPLICA_GONE")
+            return
+        guard = command.guard.ToNanoseconds()
+        lease = SourceLease(
+            lease_id=command.lease_id,
+            version=command.version,
+            hold=self._holds.take(HoldKind.SOURCE, block_ids),
+            deadline_ns=source_deadline(
+                self._clock(), command.ttl.ToNanoseconds(), guard, self.drift_ppm
+            ),
+            guard_ns=guard,
+            destination=(command.destination.worker_id, command.destination.incarnation),
+        )
+        self._leases[lease.lease_id] = lease
+        # The movers answer the reader from now on; they hear of it before the reader can.
+        self._out.order(m.Serve(lease.lease_id, lease.deadline_ns))
+        hashes = replica.hashes[start : start + len(block_ids)]
+        self._out.emit(
+            agent_pb2.AgentEvent(
+                hardened=agent_pb2.LeaseHardened(
+                    lease_id=lease.lease_id,
+                    version=command.version,
+                    blocks=types_pb2.BlockDescriptors(
+                        range=types_pb2.BlockRange(start=start, end=start + len(block_ids)),
+                        block_ids=block_ids,
+                        hashes=b"".join(hashes),
+                        hash_size=len(hashes[0]),
+                    ),
+                )
+            )
+        )
+
+    def extend(self, command: agent_pb2.Extend) -> None:
+        """Holds longer; a closing or unknown lease is not revived."""
+        lease = self._leases.get(command.lease_id)
+        if lease is None or lease.closing or command.version <= lease.version:
+            return
+        lease.version = command.version
+        lease.deadline_ns = max(
+            lease.deadline_ns,
+            source_deadline(
+                self._clock(),
+                command.ttl.ToNanoseconds(),
+                command.guard.ToNanoseconds(),
+                self.drift_ppm,
+            ),
+        )
+        self._out.order(m.Serve(lease.lease_id, lease.deadline_ns))
+        self._out.emit(
+            agent_pb2.AgentEvent(
+                extended=agent_pb2.LeaseExtended(
+                    lease_id=lease.lease_id, version=command.version, is_source=True
+                )
+            )
+        )
+
+    def reader_stopped(self, lease_id: str) -> None:
+        """The control plane says that the reader has stopped."""
+        lease = self._leases.get(lease_id)
+        if lease is not None:
+            self._close(lease, "READER_STOPPED")
+
+    def reader_done(self, lease_id: str) -> None:
+        """One rank's reader has finished reading, as NIXL told the mover."""
+        lease = self._leases.get(lease_id)
+        if lease is None:
+            return
+        lease.ranks_done += 1
+        if lease.ranks_done >= self._out.num_ranks:
+            self._close(lease, "READER_STOPPED")
+
+    def unserved(self, lease_id: str) -> None:
+        """One rank says no to the reader from now on; after all have, the blocks may go."""
+        lease = self._leases.get(lease_id)
+        if lease is None or not lease.closing:
+            return
+        lease.ranks_unserved += 1
+        if lease.ranks_unserved >= self._out.num_ranks:
+            del self._leases[lease_id]
+            self._holds.release(lease.hold)
+            self._out.emit(
+                agent_pb2.AgentEvent(
+                    source_released=agent_pb2.SourceReleased(
+                        lease_id=lease_id, reason=lease.closing
+                    )
+                )
+            )
+
+    def fence(self, worker: tuple[str, int]) -> None:
+        """A reader's boot is attested dead."""
+        for lease in list(self._leases.values()):
+            if lease.destination == worker:
+                self._close(lease, "READER_STOPPED")
+
+    def expire(self, now: int) -> None:
+        """Ends what is past its time."""
+        for lease in list(self._leases.values()):
+            if now >= lease.deadline_ns:
+                self._close(lease, "DEADLINE")
+        for replica in list(self._replicas.values()):
+            if replica.hold is not None and now >= replica.expires_ns:
+                self._soften(replica, "EXPIRED")
+
+    def next_deadline(self) -> int | None:
+        """The next instant at which :meth:`expire` has something to do."""
+        times = [x.deadline_ns for x in self._leases.values() if not x.closing]
+        times += [r.expires_ns for r in self._replicas.values() if r.hold is not None]
+        return min(times, default=None)
+
+    @property
+    def open_leases(self) -> list[SourceLease]:
+        """Leases whose range is held."""
+        return list(self._leases.values())
+
+    @property
+    def lease_count(self) -> int:
+        """Number of leases whose range is held; any thread."""
+        return len(self._leases)
+
+    # Inside.
+
+    def _close(self, lease: SourceLease, reason: str) -> None:
+        if not lease.closing:
+            lease.closing = reason
+            self._out.order(m.Unserve(lease.lease_id))
+
+    def _refuse(self, command: agent_pb2.Harden, reason: str) -> None:
+        self._out.emit(
+            agent_pb2.AgentEvent(
+                refused=agent_pb2.LeaseRefused(
+                    lease_id=command.lease_id, version=command.version, reason=reason
+                )
+            )
+        )
+
+    def _find(self, replica: Replica, start: int, end: int) -> list[int]:
+        """Block ids of the range, or of as much of its start as is still there."""
+        if replica.hold is not None:
+            return list(replica.hold.block_ids[start:end])
+        found: list[int] = []
+        for block_hash in replica.hashes[start:end]:
+            block_id = self._store.lookup(block_hash)
+            if block_id is None:
+                break
+            found.append(block_id)
+        return found
+
+    def _of_session(self, tenant: str, session_id: str) -> list[Replica]:
+        return [
+            r for r in self._replicas.values() if r.tenant == tenant and r.session_id == session_id
+        ]
+
+    def _soften(self, replica: Replica, reason: str) -> None:
+        if replica.hold is None:
+            return
+        if not self._store.caching:
+            # Without a prefix cache nothing finds the blocks again.
+            self._forget(replica, reason)
+            return
+        self._holds.release(replica.hold)
+        replica.hold = None
+        self._tell(replica, session_pb2.REPLICA_STATE_SOFT, reason)
+        self._bound_soft()
+
+    def _forget(self, replica: Replica, reason: str, *, tell: bool = True) -> None:
+        self._replicas.pop(replica.key, None)
+        if replica.hold is not None:
+            self._holds.release(replica.hold)
+            replica.hold = None
+        if tell:
+            self._tell(replica, session_pb2.REPLICA_STATE_GONE, reason)
+
+    def _bound_soft(self) -> None:
+        soft = [r for r in self._replicas.values() if r.hold is None]
+        for replica in soft[: max(0, len(soft) - MAX_SOFT_REPLICAS)]:
+            self._forget(replica, "REUSED")
+
+    def _tell(
+        self, replica: Replica, state: session_pb2.ReplicaState.ValueType, reason: str
+    ) -> None:
+        self._out.emit(
+            agent_pb2.AgentEvent(
+                replica_changed=agent_pb2.ReplicaChanged(
+                    tenant=replica.tenant,
+                    session_id=replica.session_id,
+                    head_hash=replica.hashes[-1],
+                    state=state,
+                    num_blocks=len(replica.hashes),
+                    reason=reason,
+                )
+            )
+        )
+
+    def _describe(
+        self, replica: Replica, token: str, leg: types_pb2.Leg.ValueType
+    ) -> agent_pb2.ReplicaOffered:
+        hard = replica.hold is not None
+        offered = agent_pb2.ReplicaOffered(
+            turn_token=token,
+            leg=leg,
+            tenant=replica.tenant,
+            session_id=replica.session_id,
+            head_hash=replica.hashes[-1],
+            num_blocks=len(replica.hashes),
+            num_tokens=len(replica.hashes) * self._block_size,
+            state=session_pb2.REPLICA_STATE_HARD if hard else session_pb2.REPLICA_STATE_SOFT,
+        )
+        if hard:
+            offered.hold_remaining.FromNanoseconds(max(0, replica.expires_ns - self._clock()))
+        return offered

@@ -1,0 +1,226 @@
+"""NIXL, as far as kvshuttle uses it: one agent a rank, READs, notices. One thread owns it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvshuttle.dataplane.messages import PeerRegion
+
+__all__ = ["LocalRegion", "NixlTransport", "ReadHandle", "TransportError", "merge_runs"]
+
+
+class TransportError(RuntimeError):
+    """NIXL is missing, refused, or reported an error."""
+
+
+@dataclass(frozen=True)
+class LocalRegion:
+    """A registered KV region of this rank; block i starts at ``base + i * block_bytes``."""
+
+    layer: str
+    base: int
+    block_bytes: int
+    num_blocks: int
+    memory_type: str
+    device_id: int
+
+
+@dataclass(eq=False)
+class ReadHandle:
+    """A posted READ."""
+
+    raw: Any
+    expected_bytes: int
+
+
+def merge_runs(
+    local: Sequence[int], remote: Sequence[int]
+) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+    """Joins neighbouring blocks that are contiguous on both sides.
+
+    Returns three arrays of equal length: first local block, first remote block and number of
+    blocks of each run. ``local`` and ``remote`` have the same length, at least 1.
+    """
+    a = np.asarray(local, dtype=np.int64)
+    b = np.asarray(remote, dtype=np.int64)
+    breaks = np.flatnonzero((np.diff(a) != 1) | (np.diff(b) != 1)) + 1
+    starts = np.concatenate(([0], breaks))
+    lengths = np.diff(np.concatenate((starts, [len(a)])))
+    return a[starts], b[starts], lengths
+
+
+class NixlTransport:
+    """One NIXL agent without a progress thread: nothing moves unless its owner calls in."""
+
+    def __init__(self, agent_name: str, backend: str, backend_params: dict[str, str]) -> None:
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise TransportError(
+                f"NIXL cannot be imported ({error}): install nixl for this platform"
+            ) from error
+        # No progress thread: it would spin on a whole core, idle or not. The owner polls while a
+        # lease is open.
+        config = nixl_agent_config(enable_prog_thread=False, capture_telemetry=True, backends=[])
+        self.name = agent_name
+        self.backend = backend
+        self._agent = nixl_agent(agent_name, config)
+        if backend not in self._agent.get_plugin_list():
+            raise TransportError(
+                f"nixl_backend: {backend!r} is not among NIXL's plugins "
+                f"{self._agent.get_plugin_list()}"
+            )
+        self._agent.create_backend(backend, backend_params)
+        self._regions: list[LocalRegion] = []
+        self._peers: dict[str, list[PeerRegion]] = {}
+        self._registered: list[Any] = []
+
+    def register(self, regions: Sequence[LocalRegion]) -> bytes:
+        """Registers this rank's KV and returns the metadata that peers need to reach it."""
+        by_type: dict[str, list[tuple[int, int, int, str]]] = {}
+        for r in regions:
+            by_type.setdefault(r.memory_type, []).append(
+                (r.base, r.block_bytes * r.num_blocks, r.device_id, r.layer)
+            )
+        for memory_type, descs in by_type.items():
+            self._registered.append(
+                self._agent.register_memory(descs, memory_type, backends=[self.backend])
+            )
+        self._regions = list(regions)
+        metadata = self._agent.get_agent_metadata()
+        return metadata if isinstance(metadata, bytes) else bytes(metadata)
+
+    def add_peer(self, agent_name: str, metadata: bytes, regions: list[PeerRegion]) -> None:
+        """Loads a peer and starts to connect; raises :class:`TransportError` if it does not fit."""
+        if [r.block_bytes for r in regions] != [r.block_bytes for r in self._regions]:
+            raise TransportError(
+                f"peer {agent_name}: its {len(regions)} regions have other block sizes than our "
+                f"{len(self._regions)}; the fingerprints should have caught this"
+            )
+        if agent_name in self._peers:
+            return
+        try:
+            loaded = self._agent.add_remote_agent(metadata)
+            name = loaded.decode() if isinstance(loaded, bytes) else str(loaded)
+            if name != agent_name:
+                raise TransportError(f"peer {agent_name}: its metadata names {name!r}")
+            self._agent.make_connection(agent_name)
+        except TransportError:
+            raise
+        except Exception as error:  # NIXL raises many types of its own
+            raise TransportError(f"peer {agent_name}: {error}") from error
+        self._peers[agent_name] = regions
+
+    def drop_peer(self, agent_name: str) -> None:
+        """Forgets a peer; unknown ones are fine."""
+        if self._peers.pop(agent_name, None) is not None:
+            try:
+                self._agent.remove_remote_agent(agent_name)
+            except Exception as error:
+                raise TransportError(f"peer {agent_name}: {error}") from error
+
+    def knows(self, agent_name: str) -> bool:
+        """Whether the peer is loaded."""
+        return agent_name in self._peers
+
+    def post_read(
+        self, agent_name: str, local: Sequence[int], remote: Sequence[int], notice: bytes
+    ) -> ReadHandle:
+        """Posts a READ of whole blocks, all regions, with a notice to the peer at its completion.
+
+        Raises :class:`TransportError` when NIXL refuses.
+        """
+        try:
+            peer = self._peers[agent_name]
+        except KeyError:
+            raise TransportError(f"peer {agent_name} is not connected") from None
+        first_local, first_remote, lengths = merge_runs(local, remote)
+        local_rows, remote_rows, total = [], [], 0
+        for mine, theirs in zip(self._regions, peer, strict=True):
+            size = mine.block_bytes
+            local_rows.append(_rows(mine.base, first_local, lengths, size, mine.device_id))
+            remote_rows.append(_rows(theirs.base, first_remote, lengths, size, theirs.device_id))
+            total += size * len(local)
+        try:
+            mine_descs = self._agent.get_xfer_descs(
+                np.concatenate(local_rows), self._regions[0].memory_type
+            )
+            peer_descs = self._agent.get_xfer_descs(
+                np.concatenate(remote_rows), peer[0].memory_type
+            )
+            raw = self._agent.initialize_xfer(
+                "READ", mine_descs, peer_descs, agent_name, notice, backends=[self.backend]
+            )
+            handle = ReadHandle(raw, total)
+            if self._agent.transfer(raw) == "ERR":
+                raise TransportError(f"peer {agent_name}: READ was refused")
+        except TransportError:
+            raise
+        except Exception as error:
+            raise TransportError(f"peer {agent_name}: {error}") from error
+        return handle
+
+    def state(self, handle: ReadHandle) -> str:
+        """``PROC``, ``DONE`` or ``ERR``; asking drives progress."""
+        try:
+            return str(self._agent.check_xfer_state(handle.raw))
+        except Exception:  # NIXL raises its own type when the connection is gone
+            return "ERR"
+
+    def bytes_moved(self, handle: ReadHandle) -> int:
+        """What NIXL counted for a completed READ, in bytes."""
+        return int(self._agent.get_xfer_telemetry(handle.raw).totalBytes)
+
+    def release(self, handle: ReadHandle) -> bool:
+        """Lets go of a READ. False: NIXL could not cancel it and it may still write."""
+        try:
+            self._agent.release_xfer_handle(handle.raw)
+        except Exception:
+            return False
+        return True
+
+    def notify(self, agent_name: str, message: bytes) -> None:
+        """Sends a notice; raises :class:`TransportError` when it cannot be sent."""
+        try:
+            # Without naming the backend: NIXL 1.5's binding takes none here, and we have but one.
+            self._agent.send_notif(agent_name, message)
+        except Exception as error:
+            raise TransportError(f"peer {agent_name}: {error}") from error
+
+    def notices(self) -> list[tuple[str, bytes]]:
+        """New notices as (peer, message); asking drives progress for both roles."""
+        received: dict[Any, list[bytes]] = self._agent.get_new_notifs()
+        return [
+            (peer.decode() if isinstance(peer, bytes) else str(peer), bytes(message))
+            for peer, messages in received.items()
+            for message in messages
+        ]
+
+    def close(self) -> None:
+        """Deregisters the memory; errors at shutdown are of no use to anyone."""
+        for descs in self._registered:
+            try:
+                self._agent.deregister_memory(descs)
+            except Exception:  # noqa: S112
+                continue
+        self._registered.clear()
+
+
+def _rows(
+    base: int,
+    first: npt.NDArray[np.int64],
+    lengths: npt.NDArray[np.int64],
+    block_bytes: int,
+    device_id: int,
+) -> npt.NDArray[np.uint64]:
+    """NIXL descriptors (address, bytes, device), one a run."""
+    rows = np.empty((len(first), 3), dtype=np.uint64)
+    rows[:, 0] = np.uint64(base) + first.astype(np.uint64) * np.uint64(block_bytes)
+    rows[:, 1] = lengths.astype(np.uint64) * np.uint64(block_bytes)
+    rows[:, 2] = np.uint64(device_id)
+    return rows

@@ -1,0 +1,93 @@
+"""What the control plane has announced: whose request it is, and what it may read."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvshuttle.dataplane.limits import MAX_TURNS
+from kvshuttle.v1 import types_pb2
+
+__all__ = ["PARAMS_KEY", "LegKey", "TurnBook", "TurnLeg", "leg_of_params"]
+
+PARAMS_KEY = "kvshuttle"
+"""Key in ``kv_transfer_params`` under which the gateway puts the token and the leg."""
+
+_LEGS = {"prefill": types_pb2.LEG_PREFILL, "decode": types_pb2.LEG_DECODE}
+
+LegKey = tuple[str, types_pb2.Leg.ValueType]
+"""(turn token, leg)."""
+
+
+def leg_of_params(params: Mapping[str, Any] | None) -> LegKey | None:
+    """The turn leg that a request's ``kv_transfer_params`` name; None if they name none.
+
+    They come from outside the engine, so anything that is not exactly ours is ignored.
+    """
+    ours = params.get(PARAMS_KEY) if isinstance(params, Mapping) else None
+    if not isinstance(ours, Mapping):
+        return None
+    token, leg = ours.get("turn_token"), _LEGS.get(str(ours.get("leg")))
+    if not isinstance(token, str) or not token or len(token) > 256 or leg is None:
+        return None
+    return token, leg
+
+
+@dataclass
+class TurnLeg:
+    """One leg of a turn, as announced. Durations and instants in ns."""
+
+    token: str
+    leg: types_pb2.Leg.ValueType
+    tenant: str
+    session_id: str
+    turn: int
+    lease_id: str
+    lease_follows: bool
+    lookup_wait_ns: int
+    retention_ns: int
+    min_tokens: int
+    # Set when the lease that this leg waits for will not be granted.
+    refused: str = ""
+    # The request that reads under the lease: a lease is used once, other children recompute.
+    claimed_by: str = ""
+    # Set once the leg's request has been admitted without a load, or its load has begun.
+    settled: bool = False
+
+    @property
+    def hopes(self) -> bool:
+        """Whether a grant may still come."""
+        return not self.refused and not self.settled and bool(self.lease_id or self.lease_follows)
+
+
+class TurnBook:
+    """The announced legs. Scheduler thread only."""
+
+    def __init__(self) -> None:
+        self._legs: OrderedDict[LegKey, TurnLeg] = OrderedDict()
+
+    def expect(self, leg: TurnLeg) -> None:
+        """Remembers a leg; a repeated announcement changes nothing."""
+        self._legs.setdefault((leg.token, leg.leg), leg)
+        while len(self._legs) > MAX_TURNS:
+            self._legs.popitem(last=False)
+
+    def find(self, key: LegKey) -> TurnLeg | None:
+        """The leg, if announced and not forgotten."""
+        return self._legs.get(key)
+
+    def forget(self, key: LegKey) -> TurnLeg | None:
+        """Drops a leg."""
+        return self._legs.pop(key, None)
+
+    def refuse(self, token: str, reason: str) -> None:
+        """The lease that a leg of this turn hopes for will not come."""
+        for number in _LEGS.values():
+            leg = self._legs.get((token, number))
+            if leg is not None and leg.hopes:
+                leg.refused = reason
+
+    def __len__(self) -> int:
+        return len(self._legs)

@@ -1,0 +1,359 @@
+"""Everything that touches vLLM's internals. Run against vLLM 0.32 (CPU build).
+
+The rest of the agent sees plain types only. What is used here, and why it may move with a version:
+
+* ``BlockPool``: ``touch``, ``free_blocks``, ``get_cached_block``, ``blocks``, the free count;
+* ``EngineCoreProc.input_queue`` with ``EngineCoreRequestType.WAKEUP``: an idle engine blocks on it;
+* ``Request``: ``block_hashes``, ``num_computed_tokens``, ``num_in_flight_tokens``, status;
+* the resolved KV cache layout and the attention backends' names, for the fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.platforms import current_platform
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreRequestType
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvshuttle.dataplane.transport import LocalRegion
+
+__all__ = [
+    "CacheHitSource",
+    "Finished",
+    "KVCacheBlocks",
+    "KVCacheConfig",
+    "KVConnectorBase_V1",
+    "KVConnectorHandshakeMetadata",
+    "KVConnectorMetadata",
+    "KVConnectorOutput",
+    "KVConnectorRole",
+    "KVConnectorTransferResults",
+    "Pool",
+    "Request",
+    "SchedulerOutput",
+    "SupportsHMA",
+    "UnsupportedError",
+    "VllmConfig",
+    "check_supported",
+    "device_binder",
+    "engine_probe",
+    "fingerprint",
+    "finished_state",
+    "kv_regions",
+    "rank_of",
+    "vllm_version",
+]
+
+TESTED_VERSIONS = ("0.32",)
+"""Minor versions that this module was run against."""
+
+
+class UnsupportedError(ValueError):
+    """The engine is configured in a way that kvshuttle cannot serve; says which and what to do."""
+
+
+def vllm_version() -> str:
+    """vLLM's version."""
+    return str(vllm.__version__)
+
+
+def check_supported(config: VllmConfig, kv: KVCacheConfig) -> None:
+    """Refuses what would be wrong or is not built; raises :class:`UnsupportedError`."""
+    transfer = config.kv_transfer_config
+    parallel = config.parallel_config
+    if transfer is not None and transfer.kv_load_failure_policy != "recompute":
+        raise UnsupportedError(
+            f"kv_load_failure_policy: {transfer.kv_load_failure_policy!r} fails a request when a "
+            "transfer fails; set it to 'recompute' in --kv-transfer-config"
+        )
+    if parallel.pipeline_parallel_size > 1:
+        raise UnsupportedError(
+            f"pipeline_parallel_size: {parallel.pipeline_parallel_size} is not supported; use 1"
+        )
+    for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name, 1) > 1:
+            raise UnsupportedError(f"{name}: {getattr(parallel, name)} is not supported; use 1")
+    if len(kv.kv_cache_groups) != 1:
+        raise UnsupportedError(
+            f"kv_cache_groups: {len(kv.kv_cache_groups)}; models with more than one kind of cache "
+            "(hybrid attention, Mamba) are not supported"
+        )
+    spec = kv.kv_cache_groups[0].kv_cache_spec
+    if not isinstance(spec, FullAttentionSpec):
+        raise UnsupportedError(
+            f"kv_cache_spec: {type(spec).__name__}; only full attention is supported"
+        )
+    if config.speculative_config is not None:
+        raise UnsupportedError(
+            "speculative_config: speculative decoding is not supported with kvshuttle yet; "
+            "start the engine without it"
+        )
+    algorithm = config.cache_config.prefix_caching_hash_algo
+    if "xxhash" in algorithm and "PYTHONHASHSEED" not in os.environ:
+        raise UnsupportedError(
+            f"prefix_caching_hash_algo: {algorithm!r} seeds its hashes at random, so no two "
+            "engines agree; use sha256, or set PYTHONHASHSEED to one value on all of them"
+        )
+    unit = config.cache_config.prefix_match_unit
+    if unit not in (None, config.cache_config.block_size):
+        raise UnsupportedError(
+            f"prefix_match_unit: {unit} differs from block_size "
+            f"{config.cache_config.block_size}; leave it unset"
+        )
+
+
+# The scheduler side.
+
+
+class Pool:
+    """vLLM's BlockPool as a :class:`kvshuttle.dataplane.holds.BlockStore`."""
+
+    def __init__(self, pool: BlockPool) -> None:
+        self._pool = pool
+
+    def touch(self, block_ids: Sequence[int]) -> None:
+        """Adds one reference to each block."""
+        self._pool.touch([self._pool.blocks[i] for i in block_ids])
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Takes one reference from each; the tail of the chain is reused first."""
+        self._pool.free_blocks([self._pool.blocks[i] for i in reversed(block_ids)])
+
+    def lookup(self, block_hash: bytes) -> int | None:
+        """The cached block with this hash."""
+        found = self._pool.get_cached_block(block_hash, [0])
+        return int(found[0].block_id) if found else None
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks without a reference."""
+        return int(self._pool.get_num_free_blocks())
+
+    @property
+    def total_blocks(self) -> int:
+        """Blocks that can be used; block 0 is vLLM's null block."""
+        return int(self._pool.num_gpu_blocks) - 1
+
+    @property
+    def caching(self) -> bool:
+        """Whether the prefix cache is on."""
+        return bool(self._pool.enable_caching)
+
+
+@dataclass(frozen=True)
+class EngineProbe:
+    """Ways into the engine that runs this scheduler."""
+
+    wake: Callable[[], None]
+    """Makes an idle engine look at its scheduler; any thread."""
+    request_counts: Callable[[], tuple[int, int]]
+    """(running, waiting); any thread, may be slightly stale."""
+
+
+def engine_probe() -> EngineProbe:
+    """Finds the engine by walking the frames that are constructing the connector.
+
+    vLLM gives a scheduler-side connector no handle to its engine. Where there is none (the offline
+    ``LLM`` class in-process), waking does nothing and commands wait for the next step.
+    """
+    core: Any = None
+    scheduler: Any = None
+    frame = inspect.currentframe()
+    while frame is not None:
+        candidate = frame.f_locals.get("self")
+        if candidate is not None:
+            if scheduler is None and hasattr(candidate, "get_request_counts"):
+                scheduler = candidate
+            if hasattr(candidate, "input_queue") and hasattr(candidate, "run_busy_loop"):
+                core = candidate
+                break
+        frame = frame.f_back
+    del frame
+
+    def wake() -> None:
+        if core is not None:
+            core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+    def counts() -> tuple[int, int]:
+        if scheduler is None:
+            return 0, 0
+        running, waiting = scheduler.get_request_counts()
+        return int(running), int(waiting)
+
+    return EngineProbe(wake, counts)
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a finished request leaves behind."""
+
+    request_id: str
+    hashes: tuple[bytes, ...]
+    """Of its full blocks whose KV is written."""
+    block_ids: tuple[int, ...]
+    """Of the same blocks."""
+    prompt_tokens: int
+    aborted: bool
+
+
+def finished_state(request: Request, block_ids: Sequence[int], block_size: int) -> Finished:
+    """Which of a finishing request's blocks are full and written.
+
+    Below the computed tokens only: the last sampled token has no KV yet, and what a step in flight
+    is writing does not count.
+    """
+    computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
+    full = min(computed // block_size, len(request.block_hashes), len(block_ids))
+    return Finished(
+        request_id=request.request_id,
+        hashes=tuple(bytes(h) for h in request.block_hashes[:full]),
+        block_ids=tuple(block_ids[:full]),
+        prompt_tokens=int(request.num_prompt_tokens),
+        aborted=request.status == RequestStatus.FINISHED_ABORTED,
+    )
+
+
+# The worker side.
+
+
+def kv_regions(caches: dict[str, torch.Tensor], num_blocks: int) -> list[LocalRegion]:
+    """The contiguous regions of a rank's KV caches in which block i starts at i * block_bytes.
+
+    Knows the layouts with the block dimension outermost in memory (one region a layer), and those
+    with K and V outermost (two regions a layer). ``num_blocks`` counts scheduler blocks; a kernel
+    block may be a fraction of one. Raises :class:`UnsupportedError` for anything else.
+    """
+    regions: list[LocalRegion] = []
+    seen: set[int] = set()
+    for layer, tensor in caches.items():
+        if tensor.data_ptr() in seen:
+            continue  # layers that share one cache
+        seen.add(tensor.data_ptr())
+        views = [tensor]
+        if tensor.shape[0] == 2 and not _blocks_outermost(tensor, num_blocks):
+            views = [tensor[0], tensor[1]]
+        for part, view in enumerate(views):
+            if not _blocks_outermost(view, num_blocks):
+                raise UnsupportedError(
+                    f"KV cache of {layer}: shape {tuple(tensor.shape)}, strides "
+                    f"{tensor.stride()}: blocks are not contiguous in memory"
+                )
+            total = view.numel() * view.element_size()
+            on_host = view.device.type == "cpu"
+            regions.append(
+                LocalRegion(
+                    layer=layer if len(views) == 1 else f"{layer}/{'kv'[part]}",
+                    base=view.data_ptr(),
+                    block_bytes=total // num_blocks,
+                    num_blocks=num_blocks,
+                    memory_type="DRAM" if on_host else "VRAM",
+                    device_id=0 if on_host else int(view.device.index or 0),
+                )
+            )
+    return regions
+
+
+def _blocks_outermost(view: torch.Tensor, num_blocks: int) -> bool:
+    """Whether the view fills its memory without gaps, its first dimension slowest."""
+    if view.shape[0] % num_blocks:
+        return False
+    inner = view.numel() // view.shape[0]
+    dense = sum((n - 1) * s for n, s in zip(view.shape, view.stride(), strict=True)) + 1
+    return bool(view.stride(0) == inner and dense == view.numel())
+
+
+def fingerprint(
+    config: VllmConfig, regions: Sequence[LocalRegion], model_id: str
+) -> list[tuple[str, str]]:
+    """All that must be equal for two workers' KV to be the same bytes, as (name, value)."""
+    model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
+    backends = [b.get_name() for b in get_current_attn_backends(config)]
+    hash_name = cache.prefix_caching_hash_algo
+    fields = [
+        ("model", model_id or f"{model.model}@{model.revision or ''}"),
+        ("model_config", _digest(model.hf_config.to_json_string(use_diff=False))),
+        ("load_format", str(config.load_config.load_format)),
+        ("model_dtype", str(model.dtype)),
+        ("quantization", str(model.quantization)),
+        ("kv_cache_dtype", str(cache.cache_dtype)),
+        ("kv_cache_layout", str(cache.get_resolved_kv_cache_layout().name)),
+        ("attention_backend", ",".join(sorted(set(backends)))),
+        ("block_size", str(cache.block_size)),
+        ("region_block_bytes", _digest(json.dumps([r.block_bytes for r in regions]))),
+        ("tensor_parallel_size", str(parallel.tensor_parallel_size)),
+        ("block_hash", hash_name),
+        ("block_hash_seed", _hash_seed(hash_name)),
+        ("vllm", ".".join(vllm_version().split(".")[:2])),
+        ("platform", str(current_platform.device_type)),
+    ]
+    if current_platform.device_type == "cpu":
+        fields.append(("cpu_isa", _cpu_isa(config)))
+    if str(config.load_config.load_format) in ("dummy", "LoadFormats.DUMMY"):
+        fields.append(("dummy_seed", str(model.seed)))
+    return fields
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _hash_seed(name: str) -> str:
+    from vllm.utils.hashing import get_hash_fn_by_name
+
+    return _digest(resolve_none_hash_seed(get_hash_fn_by_name(name)))
+
+
+def _cpu_isa(config: VllmConfig) -> str:
+    """How the CPU attention kernel packs K and V."""
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    return str(
+        _get_attn_isa(
+            config.model_config.dtype,
+            config.cache_config.block_size,
+            config.model_config.get_head_size(),
+            config.cache_config.cache_dtype,
+        )
+    )
+
+
+def rank_of(config: VllmConfig) -> int:
+    """This worker's tensor-parallel rank."""
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    del config
+    return int(get_tensor_model_parallel_rank())
+
+
+def device_binder(caches: dict[str, torch.Tensor]) -> Callable[[], None]:
+    """What a new thread must call before it uses the caches' device; nothing on a CPU."""
+    device = next(iter(caches.values())).device
+    if device.type == "cpu":
+        return lambda: None
+    return lambda: current_platform.set_device(device)

@@ -1,0 +1,94 @@
+"""A worker process with a mover over plain memory: the far end in the tests of the mover.
+
+Run as ``python -m tests.integration.dataplane.mover_process``. Speaks JSON lines on its standard
+streams: prints its endpoint first, then obeys ``{"order": <base64 msgpack>}``,
+``{"fill": [block, value]}``, ``{"peek": block}``, ``{"results": true}`` and
+``{"events": seconds}``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import sys
+from typing import Any
+
+import numpy as np
+import zmq
+
+from kvshuttle.dataplane import messages as m
+from kvshuttle.dataplane.faults import Faults
+from kvshuttle.dataplane.mover import Mover
+from kvshuttle.dataplane.transport import LocalRegion
+
+NUM_BLOCKS = 64
+BLOCK_BYTES = 4096
+LAYERS = 3
+
+
+def main() -> None:
+    """Serves until its input ends."""
+    faults: dict[str, Any] = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
+    memory = [np.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8) for _ in range(LAYERS)]
+    regions = [
+        LocalRegion(f"layer{i}", a.ctypes.data, BLOCK_BYTES, NUM_BLOCKS, "DRAM", 0)
+        for i, a in enumerate(memory)
+    ]
+    mover = Mover(
+        0,
+        f"test-{np.random.default_rng().integers(1 << 60)}",
+        regions,
+        backend="UCX",
+        backend_params={},
+        faults=Faults.from_config(faults),
+        bind_device=lambda: None,
+    )
+    endpoint = mover.start()
+    context = zmq.Context()
+    orders = context.socket(zmq.PUSH)
+    orders.connect(endpoint.command_address)
+    events = context.socket(zmq.PULL)
+    events.connect(endpoint.event_address)
+
+    def say(value: object) -> None:
+        sys.stdout.write(json.dumps(value) + "\n")
+        sys.stdout.flush()
+
+    say(
+        {
+            "name": endpoint.agent_name,
+            "metadata": base64.b64encode(endpoint.agent_metadata).decode(),
+            "regions": [[r.base, r.block_bytes, "DRAM", 0] for r in regions],
+        }
+    )
+    for line in sys.stdin:
+        command = json.loads(line)
+        if "order" in command:
+            orders.send(base64.b64decode(command["order"]))
+            say("ok")
+        elif "fill" in command:
+            block, value = command["fill"]
+            for layer, array in enumerate(memory):
+                array[block] = value + layer
+            say("ok")
+        elif "peek" in command:
+            say([int(a[command["peek"]].sum()) for a in memory])
+        elif "results" in command:
+            finished, failed = mover.take_results()
+            say([sorted(finished), sorted(failed)])
+        elif "events" in command:
+            if events.poll(int(command["events"] * 1000)):
+                message = m.decode_from_mover(events.recv())
+                say(
+                    [
+                        type(message).__name__,
+                        {f: getattr(message, f) for f in message.__struct_fields__},
+                    ]
+                )
+            else:
+                say(None)
+    mover.shutdown()
+
+
+if __name__ == "__main__":
+    main()

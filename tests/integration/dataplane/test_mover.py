@@ -1,0 +1,242 @@
+"""The mover over real NIXL, between two processes."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import itertools
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvshuttle.dataplane import messages as m
+from kvshuttle.dataplane.clock import NS, boottime_ns
+
+pytest.importorskip("nixl._api", reason="NIXL is installed with the engines", exc_type=ImportError)
+pytestmark = pytest.mark.engines
+
+BLOCK_BYTES, LAYERS = 4096, 3
+
+
+class Far:
+    """One process with a mover in it."""
+
+    def __init__(self, name: str, faults: dict[str, Any] | None = None) -> None:
+        self.worker = (name, 1)
+        self.process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "tests.integration.dataplane.mover_process",
+                json.dumps(faults or {}),
+            ],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+        self.hello = self._read()
+
+    def _read(self) -> Any:
+        assert self.process.stdout is not None
+        while True:
+            line = self.process.stdout.readline()
+            assert line, "the process ended"
+            try:
+                return json.loads(line)
+            except json.JSONDecodeError:
+                continue  # NIXL prints to standard output
+
+    def ask(self, **command: Any) -> Any:
+        assert self.process.stdin is not None
+        self.process.stdin.write(json.dumps(command) + "\n")
+        self.process.stdin.flush()
+        return self._read()
+
+    def order(self, message: m.ToMover) -> None:
+        self.ask(order=base64.b64encode(m.encode(message)).decode())
+
+    def event(self, kind: str, seconds: float = 20) -> dict[str, Any]:
+        """The next event of this kind; others before it are dropped."""
+        end = time.monotonic() + seconds
+        while (left := end - time.monotonic()) > 0:
+            event = self.ask(events=left)
+            if event is not None and event[0] == kind:
+                return dict(event[1])
+        raise AssertionError(f"no {kind} within {seconds} s")
+
+    def results(self, seconds: float = 20) -> tuple[list[str], list[str]]:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            finished, failed = self.ask(results=True)
+            if finished:
+                return finished, failed
+        raise AssertionError("no results")
+
+    def meet(self, other: Far) -> None:
+        self.order(
+            m.AddPeer(
+                *other.worker,
+                other.hello["name"],
+                base64.b64decode(other.hello["metadata"]),
+                [m.PeerRegion(*r) for r in other.hello["regions"]],
+            )
+        )
+        assert self.event("PeerReady")["error"] == ""
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+        try:
+            self.process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def source() -> Iterator[Far]:
+    far = Far("source")
+    try:
+        yield far
+    finally:
+        far.close()
+
+
+@contextlib.contextmanager
+def reader_of(source: Far, name: str, faults: dict[str, Any] | None = None) -> Iterator[Far]:
+    far = Far(name, faults)
+    try:
+        far.meet(source)
+        source.meet(far)
+        yield far
+    finally:
+        far.close()
+
+
+@pytest.fixture(scope="module")
+def reader(source: Far) -> Iterator[Far]:
+    with reader_of(source, "reader") as far:
+        yield far
+
+
+_numbers = itertools.count(1)
+
+
+@pytest.fixture
+def lease() -> str:
+    """A fresh id a test: the processes are shared."""
+    return f"lease-{next(_numbers)}"
+
+
+def deadline(seconds: float = 30) -> int:
+    return boottime_ns() + int(seconds * NS)
+
+
+def read(source: Far, lease: str, until: int | None = None, first: int = 10) -> m.Read:
+    local = [first, first + 1, first + 10]
+    return m.Read(
+        f"req-{lease}", lease, *source.worker, local, [3, 4, 9], until or deadline(), True
+    )
+
+
+def test_a_read_under_a_lease_moves_exactly_its_blocks(
+    source: Far, reader: Far, lease: str
+) -> None:
+    for block in (3, 4, 9):
+        source.ask(fill=[block, block])
+    source.order(m.Serve(lease, deadline()))
+    reader.order(read(source, lease))
+    assert reader.results() == ([f"req-{lease}"], [])
+    ended = reader.event("ReadEnded")
+    assert ended["published"]
+    assert ended["bytes_moved"] == 3 * LAYERS * BLOCK_BYTES
+    for mine, theirs in ((10, 3), (11, 4), (20, 9)):
+        assert reader.ask(peek=mine) == [(theirs + layer) * BLOCK_BYTES for layer in range(LAYERS)]
+    assert reader.ask(peek=12) == [0] * LAYERS
+    assert source.event("ReaderDone")["lease_id"] == lease
+
+
+def test_what_the_source_does_not_hold_is_not_published(
+    source: Far, reader: Far, lease: str
+) -> None:
+    source.order(m.Serve(f"not-{lease}", deadline()))  # it polls, but not for this lease
+    reader.order(read(source, lease))
+    assert reader.results() == ([f"req-{lease}"], [f"req-{lease}"])
+    ended = reader.event("ReadEnded")
+    assert (ended["published"], ended["reason"]) == (False, "SOURCE_LET_GO")
+
+
+def test_after_unserve_the_answer_is_no(source: Far, reader: Far, lease: str) -> None:
+    source.order(m.Serve(lease, deadline()))
+    source.order(m.Serve(f"not-{lease}", deadline()))
+    source.order(m.Unserve(lease))
+    assert source.event("Unserved")["lease_id"] == lease
+    reader.order(read(source, lease))
+    assert reader.results() == ([f"req-{lease}"], [f"req-{lease}"])
+
+
+def test_nothing_is_posted_after_the_deadline(source: Far, reader: Far, lease: str) -> None:
+    source.order(m.Serve(lease, deadline()))
+    reader.order(read(source, lease, deadline(-1), first=40))
+    assert reader.results() == ([f"req-{lease}"], [f"req-{lease}"])
+    ended = reader.event("ReadEnded")
+    while ended["lease_id"] != lease:
+        ended = reader.event("ReadEnded")
+    assert ended["reason"] == "LEASE_EXPIRED"
+    assert reader.ask(peek=40) == [0] * LAYERS
+
+
+def test_an_unknown_peer_fails_the_load_only(reader: Far) -> None:
+    reader.order(m.Read("r1", "l1", "nobody", 7, [1], [1], deadline(), True))
+    assert reader.results() == (["r1"], ["r1"])
+    ended = reader.event("ReadEnded")
+    while ended["request_id"] != "r1":
+        ended = reader.event("ReadEnded")
+    assert ended["reason"] == "PEER_UNKNOWN"
+
+
+def test_a_stalled_read_is_given_up_and_its_blocks_stay_until_let_go(
+    source: Far, lease: str
+) -> None:
+    with reader_of(source, "stalled", {"fault_stall_reads": True}) as reader:
+        source.order(m.Serve(lease, deadline()))
+        reader.order(read(source, lease))
+        reader.order(m.Abandon(f"req-{lease}", "REVOKED"))
+        assert reader.results() == ([f"req-{lease}"], [f"req-{lease}"])
+        # vLLM has been told, but the landing blocks are not free: no ReadEnded.
+        assert reader.ask(events=0.5) is None
+        reader.order(m.DropPeer(*source.worker))
+        ended = reader.event("ReadEnded")
+        assert (ended["published"], ended["reason"]) == (False, "REVOKED")
+
+
+def test_a_planted_corruption_changes_the_first_block_only(source: Far, lease: str) -> None:
+    with reader_of(source, "corrupt", {"fault_corrupt_returned_block": True}) as reader:
+        for block in (3, 4, 9):
+            source.ask(fill=[block, block])
+        source.order(m.Serve(lease, deadline()))
+        reader.order(read(source, lease))
+        assert reader.results() == ([f"req-{lease}"], [])
+        assert reader.ask(peek=10) == [0x3F * BLOCK_BYTES] * LAYERS
+        assert reader.ask(peek=11) == [(4 + layer) * BLOCK_BYTES for layer in range(LAYERS)]
+
+
+def test_a_dead_source_ends_the_read_in_bounded_time(lease: str) -> None:
+    doomed = Far("doomed")
+    try:
+        with reader_of(doomed, "survivor") as reader:
+            doomed.process.kill()
+            doomed.process.wait()
+            reader.order(read(doomed, lease, deadline(3)))
+            assert reader.results(20) == ([f"req-{lease}"], [f"req-{lease}"])
+    finally:
+        doomed.close()
