@@ -73,6 +73,8 @@ class _ReadState:
     phase: _Phase = _Phase.POSTED
     completed_ns: int = 0
     bytes_moved: int = 0
+    # The source's answer; it may come before this side has noticed that its READ is complete.
+    held: bool | None = None
     # Reason for which vLLM was told that the load failed, while NIXL has not let go.
     given_up: str = ""
     next_release_ns: int = 0
@@ -271,6 +273,7 @@ class Mover:
     # Reading.
 
     def _start_read(self, order: m.Read) -> None:
+        self._faults.before_read(order)
         now = self._clock()
         reason = ""
         peer = self._peers.get((order.worker_id, order.incarnation))
@@ -279,7 +282,6 @@ class Mover:
         elif now > order.deadline_ns - DEADLINE_MARGIN_NS:
             reason = "LEASE_EXPIRED"
         else:
-            self._faults.before_read(order)
             try:
                 handle = self._transport.post_read(
                     peer,
@@ -301,6 +303,10 @@ class Mover:
         if state.given_up:
             return self._try_to_let_go(state, now)
         if state.phase is _Phase.CONFIRMING:
+            if state.held is not None:
+                late = self._clock() > state.deadline_ns
+                self._finish(state, "LATE" if late else "" if state.held else "SOURCE_LET_GO")
+                return True
             if now > min(state.deadline_ns, state.completed_ns + CONFIRM_TIMEOUT_NS):
                 self._finish(state, "SOURCE_SILENT")
                 return True
@@ -314,8 +320,8 @@ class Mover:
             state.bytes_moved = self._transport.bytes_moved(state.handle)
             if state.completed_ns > state.deadline_ns:
                 self._finish(state, "LATE")
-            else:
-                state.phase = _Phase.CONFIRMING
+                return True
+            state.phase = _Phase.CONFIRMING
             return True
         if status == "ERR":
             self._finish(state, "TRANSFER_FAILED")
@@ -328,18 +334,10 @@ class Mover:
             return True
         return False
 
-    def _confirmed(self, lease_id: str, peer: str, held: bool) -> None:
-        for state in list(self._reads.values()):
-            if (
-                state.order.lease_id == lease_id
-                and state.peer == peer
-                and state.phase is _Phase.CONFIRMING
-                and not state.given_up
-            ):
-                if self._clock() > state.deadline_ns:
-                    self._finish(state, "LATE")
-                else:
-                    self._finish(state, "" if held else "SOURCE_LET_GO")
+    def _answered(self, lease_id: str, peer: str, held: bool) -> None:
+        for state in self._reads.values():
+            if state.order.lease_id == lease_id and state.peer == peer:
+                state.held = held
 
     def _finish(self, state: _ReadState, reason: str) -> None:
         """The read is over, well or not: tell vLLM, let NIXL go, tell the scheduler side."""
@@ -413,7 +411,7 @@ class Mover:
                 # The answer needs a few more calls into NIXL to leave this process.
                 self._linger_until = max(self._linger_until, self._clock() + NS // 5)
             elif kind in (_YES, _NO):
-                self._confirmed(lease_id, peer, kind == _YES)
+                self._answered(lease_id, peer, kind == _YES)
         return bool(received)
 
     # Reporting.

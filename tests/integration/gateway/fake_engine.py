@@ -1,0 +1,271 @@
+"""A stand-in for vLLM's OpenAI server: real HTTP, scripted faults, a record of what came."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from tests.integration.gateway.waiting import eventually
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
+
+    from starlette.types import Receive, Scope, Send
+
+
+@dataclass
+class Received:
+    """A request as the engine saw it."""
+
+    path: str
+    headers: dict[str, str]
+    body: dict[str, Any]
+    disconnected: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def leg(self) -> str:
+        """Which leg it says that it is; `plain` without transfer parameters."""
+        params = self.body.get("kv_transfer_params")
+        return "plain" if params is None else str(params["kvshuttle"]["leg"])
+
+    @property
+    def token(self) -> str | None:
+        params = self.body.get("kv_transfer_params")
+        return None if params is None else str(params["kvshuttle"]["turn_token"])
+
+
+@dataclass
+class Script:
+    """How the next requests are answered."""
+
+    status: int = 200
+    # The whole body of an answer that is not streamed, or of an error.
+    body: bytes | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+    # Blocks before the answer's headers.
+    before_answer: asyncio.Event | None = None
+    # Blocks between the first and the second event of a stream.
+    mid_stream: asyncio.Event | None = None
+    # Breaks the connection after so many events.
+    break_after: int | None = None
+    # Half an event is sent before the break.
+    break_in_event: bool = False
+    # Ends the stream in order, but without [DONE].
+    no_done: bool = False
+    usage: dict[str, Any] | None = None
+
+
+class BrokenConnectionError(Exception):
+    """Makes uvicorn close the connection in the middle of an answer."""
+
+
+EVENTS = [
+    b'data: {"id":"c1","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n',
+    b": keep-alive\n\n",
+    'data: {"id":"c1","choices":[{"index":0,"delta":{"content":"Grüße \\u00e9 {"}}]}\n\n'.encode(),
+    b'data: {"id":"c1","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n',
+]
+DONE = b"data: [DONE]\n\n"
+
+
+class FakeEngine:
+    """One engine on a port of its own."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.script = Script()
+        self.received: list[Received] = []
+        self.healthy = True
+        self.url = ""
+        self._server: uvicorn.Server | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    async def __aenter__(self) -> FakeEngine:
+        endpoint = _Completions(self)
+        app = Starlette(
+            routes=[
+                Route("/v1/chat/completions", endpoint, methods=["POST"]),
+                Route("/v1/completions", endpoint, methods=["POST"]),
+                Route("/v1/models", self._models),
+                Route("/health", self._health),
+            ]
+        )
+        config = uvicorn.Config(
+            app,
+            port=0,
+            log_config=None,
+            log_level="critical",
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=1,
+        )
+        self._server = _QuietServer(config)
+        self._task = asyncio.create_task(self._server.serve())
+        await eventually(lambda: self._server is not None and self._server.started, "engine up")
+        port = self._server.servers[0].sockets[0].getsockname()[1]
+        self.url = f"http://127.0.0.1:{port}"
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Stops at once: what is open breaks."""
+        if self._server is None or self._task is None:
+            return
+        self._server.should_exit = True
+        self._server.force_exit = True
+        for connection in list(self._server.server_state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is not None:
+                transport.abort()
+        await self._task
+        self._server = self._task = None
+
+    def legs(self) -> list[str]:
+        return [one.leg for one in self.received]
+
+    async def wait_for_request(self, number: int = 1) -> Received:
+        await eventually(lambda: len(self.received) >= number, f"{self.name} request {number}")
+        return self.received[number - 1]
+
+    async def _models(self, request: Request) -> Response:
+        if not self.healthy:
+            return Response("down", status_code=500)
+        body = {
+            "object": "list",
+            "data": [{"id": "m"}],
+            "auth": request.headers.get("authorization"),
+        }
+        return JSONResponse(body)
+
+    async def _health(self, _request: Request) -> Response:
+        return Response(status_code=200 if self.healthy else 503)
+
+
+class _QuietServer(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class _Completions:
+    def __init__(self, engine: FakeEngine) -> None:
+        self.engine = engine
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        raw = await request.body()
+        got = Received(scope["path"], dict(request.headers), json.loads(raw))
+        self.engine.received.append(got)
+        script = self.engine.script
+        watch = asyncio.create_task(_watch(receive, got))
+        answer = asyncio.create_task(self._answer(script, got, scope, receive, send))
+        try:
+            await asyncio.wait({watch, answer}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done():
+                answer.result()
+        finally:
+            watch.cancel()
+            answer.cancel()
+            await asyncio.gather(watch, answer, return_exceptions=True)
+
+    async def _answer(
+        self, script: Script, got: Received, scope: Scope, receive: Receive, send: Send
+    ) -> None:
+        if script.before_answer is not None:
+            await script.before_answer.wait()
+        if script.status != 200:
+            body = script.body if script.body is not None else b"engine says no"
+            response = Response(body, status_code=script.status, headers=script.headers)
+            await response(scope, receive, send)
+        elif got.body.get("stream"):
+            await self._stream(script, got, send)
+        else:
+            body = script.body
+            if body is None:
+                body = json.dumps(self._completion(script, got)).encode()
+            response = Response(
+                body, headers={"content-type": "application/json", **script.headers}
+            )
+            await response(scope, receive, send)
+
+    def _completion(self, script: Script, got: Received) -> dict[str, Any]:
+        return {
+            "id": "c1",
+            "choices": [{"index": 0, "message": {"role": "assistant", "content": "Grüße"}}],
+            "usage": script.usage
+            or {
+                "prompt_tokens": 20,
+                "completion_tokens": got.body.get("max_tokens") or 5,
+                "prompt_tokens_details": {"cached_tokens": 16 if got.leg == "prefill" else 19},
+            },
+            "kv_transfer_params": {"secret": self.engine.name} if got.leg != "plain" else None,
+        }
+
+    async def _stream(self, script: Script, got: Received, send: Send) -> None:
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-type", b"text/event-stream; charset=utf-8")],
+            }
+        )
+        async for event in self._events(script, got):
+            await send({"type": "http.response.body", "body": event, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    async def _events(self, script: Script, got: Received) -> AsyncIterator[bytes]:
+        events = list(EVENTS)
+        if (got.body.get("stream_options") or {}).get("include_usage"):
+            usage = {
+                "prompt_tokens": 20,
+                "completion_tokens": 5,
+                "prompt_tokens_details": {"cached_tokens": 19},
+            }
+            chunk = {"id": "c1", "choices": [], "usage": usage}
+            events.append(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        if not script.no_done:
+            events.append(DONE)
+        for number, event in enumerate(events):
+            if script.break_after == number:
+                if script.break_in_event:
+                    yield event[: len(event) // 2]
+                raise BrokenConnectionError
+            if number == 1 and script.mid_stream is not None:
+                await script.mid_stream.wait()
+            yield event
+
+
+async def _watch(receive: Receive, got: Received) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    got.disconnected.set()
+
+
+@contextlib.asynccontextmanager
+async def dropping_server() -> AsyncIterator[tuple[str, list[int]]]:
+    """A server that reads a request and closes without a word; its URL and one entry a request."""
+    requests: list[int] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        data = await reader.read(65_536)
+        requests.append(len(data))
+        writer.close()
+
+    server = await asyncio.start_server(handle, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    try:
+        yield f"http://127.0.0.1:{port}", requests
+    finally:
+        server.close()
+        await server.wait_closed()
