@@ -75,7 +75,13 @@ class NixlTransport:
                 f"nixl_backend: {backend!r} is not among NIXL's plugins "
                 f"{self._agent.get_plugin_list()}"
             )
-        self._agent.create_backend(backend, backend_params)
+        try:
+            self._agent.create_backend(backend, backend_params)
+        except Exception as error:  # NIXL raises many types of its own
+            raise TransportError(
+                f"nixl_backend: {backend!r} with {backend_params} could not be made ({error!r}); "
+                "is its hardware or library on this machine?"
+            ) from error
         self._regions: list[LocalRegion] = []
         self._peers: dict[str, list[PeerRegion]] = {}
         self._registered: list[Any] = []
