@@ -1,4 +1,4 @@
-"""A gateway between real HTTP stand-ins for engines and a real gRPC stand-in for the control plane."""
+"""A gateway between stand-ins: engines over real HTTP, a control plane over real gRPC."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class FakeControlPlane(session_grpc.SessionServiceServicer, cluster_grpc.Cluster
     async def BeginTurn(  # noqa: N802
         self,
         request: session.BeginTurnRequest,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg, override]
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> session.BeginTurnResponse:
         self._note(context)
         self.begins.append(request)
@@ -114,7 +114,7 @@ class FakeControlPlane(session_grpc.SessionServiceServicer, cluster_grpc.Cluster
     async def EndTurn(  # noqa: N802
         self,
         request: session.EndTurnRequest,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg, override]
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> session.EndTurnResponse:
         self._note(context)
         if self.refuse_ends:
@@ -125,21 +125,21 @@ class FakeControlPlane(session_grpc.SessionServiceServicer, cluster_grpc.Cluster
     async def GetSession(  # noqa: N802
         self,
         request: session.GetSessionRequest,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg, override]
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> session.GetSessionResponse:
         self._note(context)
         for one in self.sessions:
             if one.session_id == request.session_id:
                 return session.GetSessionResponse(session=one)
-        await _refuse(
-            context,
-            status(code_pb2.NOT_FOUND, "SESSION_NOT_FOUND", "no such session", "Begin a turn."),
+        unknown = status(
+            code_pb2.NOT_FOUND, "SESSION_NOT_FOUND", "no such session", "Begin a turn."
         )
+        return await _refuse(context, unknown)
 
     async def ListSessions(  # noqa: N802
         self,
         request: session.ListSessionsRequest,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg, override]
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> session.ListSessionsResponse:
         start = int(request.page_token or 0)
         more = start + 1 < len(self.sessions)
@@ -151,7 +151,7 @@ class FakeControlPlane(session_grpc.SessionServiceServicer, cluster_grpc.Cluster
     async def UpdateSession(  # noqa: N802
         self,
         request: session.UpdateSessionRequest,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg, override]
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> session.UpdateSessionResponse:
         return session.UpdateSessionResponse(
             session=session.Session(session_id=request.session_id, hints=request.hints)
@@ -160,7 +160,7 @@ class FakeControlPlane(session_grpc.SessionServiceServicer, cluster_grpc.Cluster
     async def EndSession(  # noqa: N802
         self,
         request: session.EndSessionRequest,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg, override]
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> session.EndSessionResponse:
         return session.EndSessionResponse(
             session=session.Session(
@@ -171,7 +171,7 @@ class FakeControlPlane(session_grpc.SessionServiceServicer, cluster_grpc.Cluster
     async def WatchSessions(  # noqa: N802
         self,
         request: session.WatchSessionsRequest,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg, override]
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> AsyncIterator[session.WatchSessionsResponse]:
         if request.resume_token == "old":
             await _refuse(context, status(code_pb2.OUT_OF_RANGE, "WATCH_COMPACTED"))
@@ -184,14 +184,14 @@ class FakeControlPlane(session_grpc.SessionServiceServicer, cluster_grpc.Cluster
     async def GetWorker(  # noqa: N802
         self,
         request: cluster.GetWorkerRequest,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg, override]
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> cluster.GetWorkerResponse:
         return cluster.GetWorkerResponse(worker=self.workers[0])
 
     async def ListWorkers(  # noqa: N802
         self,
         request: cluster.ListWorkersRequest,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg, override]
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> cluster.ListWorkersResponse:
         self.lists += 1
         if self.refuse_workers is not None:
@@ -201,26 +201,26 @@ class FakeControlPlane(session_grpc.SessionServiceServicer, cluster_grpc.Cluster
     async def DrainWorker(  # noqa: N802
         self,
         request: cluster.DrainWorkerRequest,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg, override]
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> cluster.DrainWorkerResponse:
         raise NotImplementedError
 
     async def FenceWorker(  # noqa: N802
         self,
         request: cluster.FenceWorkerRequest,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg, override]
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> cluster.FenceWorkerResponse:
         raise NotImplementedError
 
     async def GetStatus(  # noqa: N802
         self,
         request: cluster.GetStatusRequest,
-        context: grpc.aio.ServicerContext,  # type: ignore[type-arg, override]
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> cluster.GetStatusResponse:
         return cluster.GetStatusResponse(version="0", epoch=1)
 
     def _note(self, context: grpc.aio.ServicerContext) -> None:  # type: ignore[type-arg]
-        metadata = {key: value for key, value in context.invocation_metadata() or ()}
+        metadata = dict(context.invocation_metadata() or ())
         self.tenants.append(str(metadata.get("kvshuttle-tenant")))
         authorization = metadata.get("authorization")
         self.authorizations.append(None if authorization is None else str(authorization))

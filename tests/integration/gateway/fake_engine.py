@@ -191,11 +191,11 @@ class _Completions:
         elif got.body.get("stream"):
             await self._stream(script, got, send)
         else:
-            body = script.body
-            if body is None:
-                body = json.dumps(self._completion(script, got)).encode()
+            whole = script.body
+            if whole is None:
+                whole = json.dumps(self._completion(script, got)).encode()
             response = Response(
-                body, headers={"content-type": "application/json", **script.headers}
+                whole, headers={"content-type": "application/json", **script.headers}
             )
             await response(scope, receive, send)
 

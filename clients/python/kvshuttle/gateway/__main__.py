@@ -1,0 +1,46 @@
+"""`kvshuttle-gateway` and `python -m kvshuttle.gateway`."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from typing import TYPE_CHECKING
+
+import uvloop
+from pydantic import ValidationError
+
+from kvshuttle.gateway import logs
+from kvshuttle.gateway.auth import KeyFileError
+from kvshuttle.gateway.server import GatewayServer
+from kvshuttle.gateway.settings import load
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT. Exit status 2: the settings are wrong; 1: it cannot serve."""
+    try:
+        settings = load(sys.argv[1:] if argv is None else argv)
+    except ValidationError as error:
+        for problem in error.errors():
+            name = "_".join(map(str, problem["loc"]))
+            print(f"kvshuttle-gateway: {name or 'settings'}: {problem['msg']}", file=sys.stderr)  # noqa: T201
+        return 2
+    logs.configure(settings)
+    try:
+        settings.client_options()
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            server = GatewayServer(settings)
+            runner.run(server.run_until_stopped())
+    except (KeyFileError, ValueError) as error:
+        print(f"kvshuttle-gateway: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    except OSError as error:
+        print(f"kvshuttle-gateway: {settings.host}:{settings.port}: {error}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

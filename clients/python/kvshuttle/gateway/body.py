@@ -1,0 +1,200 @@
+"""Reading a request's body, and making the two legs' bodies from it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal, NoReturn
+
+from kvshuttle.gateway.errors import bad_request
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+Route = Literal["chat", "completions"]
+Leg = Literal["prefill", "decode"]
+
+KV_PARAMS = "kv_transfer_params"
+# Where vLLM, or a client library that was used wrongly, could carry the parameters too: vLLM puts
+# the entries of vllm_xargs next to kv_transfer_params into a request's extra arguments.
+_CARRIERS = ("extra_body", "vllm_xargs")
+
+# What the prefill leg does not need. Everything that shapes the prompt stays: the engines' block
+# hashes of the two legs must be equal.
+_NOT_IN_PREFILL = (
+    "stream_options",
+    "best_of",
+    "min_tokens",
+    "logprobs",
+    "top_logprobs",
+    "prompt_logprobs",
+    "logprob_token_ids",
+    "echo",
+    "return_token_ids",
+    "return_prompt_text",
+)
+
+# A guess for texts of unknown language and tokenizer; the planner corrects it by what it learns.
+_CHARS_PER_TOKEN = 4
+
+
+@dataclass(frozen=True, slots=True)
+class RequestBody:
+    """A parsed request without transfer parameters from outside."""
+
+    route: Route
+    fields: Mapping[str, Any]
+    # Whether the client sent transfer parameters; they are gone from `fields`.
+    dropped_kv_params: bool
+
+    @property
+    def model(self) -> str:
+        """The model's name; empty if the client names none."""
+        model = self.fields.get("model")
+        return model if isinstance(model, str) else ""
+
+
+def parse(route: Route, raw: bytes) -> RequestBody:
+    """Parses a body. Raises a 400 ApiError that says where and what is wrong."""
+    try:
+        fields = json.loads(raw, parse_constant=_refuse_constant, parse_float=_finite)
+    except UnicodeDecodeError as error:
+        raise bad_request(
+            f"The request body is not UTF-8 (byte {error.start}). Send JSON in UTF-8.",
+            param="body",
+            code="invalid_json",
+        ) from None
+    except RecursionError:
+        raise bad_request(
+            "The request body is nested too deeply. Flatten it.", param="body", code="invalid_json"
+        ) from None
+    except json.JSONDecodeError as error:
+        raise bad_request(
+            f"The request body is not valid JSON: {error.msg} at line {error.lineno}, column "
+            f"{error.colno}. Send one JSON object.",
+            param="body",
+            code="invalid_json",
+        ) from None
+    except ValueError as error:  # a number that JSON cannot say or Python refuses
+        raise bad_request(
+            f"The request body is not valid JSON: {error}. Send one JSON object.",
+            param="body",
+            code="invalid_json",
+        ) from None
+    if not isinstance(fields, dict):
+        raise bad_request(
+            "The request body is JSON, but not an object. Send one JSON object.",
+            param="body",
+            code="invalid_json",
+        )
+    dropped = fields.pop(KV_PARAMS, None) is not None
+    for carrier in _CARRIERS:
+        inner = fields.get(carrier)
+        if isinstance(inner, dict) and KV_PARAMS in inner:
+            fields[carrier] = {name: value for name, value in inner.items() if name != KV_PARAMS}
+            dropped = True
+    return RequestBody(route, fields, dropped)
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if value in (float("inf"), float("-inf")):
+        raise ValueError("a number is out of range")
+    return value
+
+
+def leg_body(body: RequestBody, leg: Leg, turn_token: str | None) -> bytes:
+    """The body of a leg; without a token the engine sees a plain request."""
+    fields = dict(body.fields)
+    if leg == "prefill":
+        for name in _NOT_IN_PREFILL:
+            fields.pop(name, None)
+        fields["stream"] = False
+        fields["n"] = 1
+        fields["max_tokens"] = 1
+        if body.route == "chat" or "max_completion_tokens" in fields:
+            fields["max_completion_tokens"] = 1
+    if turn_token is not None:
+        fields[KV_PARAMS] = {"kvshuttle": {"turn_token": turn_token, "leg": leg}}
+    # ASCII escapes: they are the only form in which half a surrogate pair survives.
+    return json.dumps(fields, separators=(",", ":")).encode()
+
+
+def is_disaggregable(body: RequestBody) -> bool:
+    """Whether two legs make sense.
+
+    Prompt logprobs need the whole prompt computed where they are wanted (vLLM then ignores cached
+    KV), several prompts or a beam search are several requests inside the engine.
+    """
+    fields = body.fields
+    if fields.get("prompt_logprobs") is not None or fields.get("use_beam_search") is True:
+        return False
+    if body.route == "chat":
+        # vLLM answers a chat's echo with prompt logprobs whether or not logprobs are asked for.
+        return not fields.get("echo")
+    if fields.get("echo") and fields.get("logprobs") is not None:
+        return False
+    return prompt_count(fields.get("prompt")) <= 1
+
+
+def prompt_count(prompt: Any) -> int:
+    """How many prompts a completion's `prompt` is: a list of token ids is one."""
+    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
+        return len(prompt)
+    return 1
+
+
+def estimate_prompt_tokens(body: RequestBody) -> int:
+    """A guess of the prompt's length in tokens; exact for a prompt of token ids."""
+    if body.route == "chat":
+        chars = _text_length(body.fields.get("messages")) + _text_length(body.fields.get("tools"))
+        return chars // _CHARS_PER_TOKEN
+    prompt = body.fields.get("prompt")
+    prompts = prompt if isinstance(prompt, list) and prompt_count(prompt) > 1 else [prompt]
+    return sum(_tokens_of_prompt(one) for one in prompts)
+
+
+def _tokens_of_prompt(prompt: Any) -> int:
+    if isinstance(prompt, str):
+        return len(prompt) // _CHARS_PER_TOKEN
+    if isinstance(prompt, list):
+        if len(prompt) == 1 and isinstance(prompt[0], str | list):
+            return _tokens_of_prompt(prompt[0])
+        return len(prompt)
+    return 0
+
+
+def _text_length(value: Any) -> int:
+    """Characters of all texts in a value; media in data URLs are not text."""
+    if isinstance(value, str):
+        return 0 if value.startswith("data:") else len(value)
+    if isinstance(value, list):
+        return sum(map(_text_length, value))
+    if isinstance(value, dict):
+        return sum(
+            _text_length(inner) for name, inner in value.items() if name not in ("input_audio",)
+        )
+    return 0
+
+
+def without_kv_params(raw: bytes) -> bytes:
+    """A response body without what the engine says about the transfer.
+
+    vLLM always writes the field; `null` says nothing, so such a body stays byte for byte.
+    """
+    if b'"kv_transfer_params"' not in raw:
+        return raw
+    try:
+        fields = json.loads(raw)
+    except ValueError:
+        return raw
+    if not isinstance(fields, dict) or fields.get(KV_PARAMS) is None:
+        return raw
+    del fields[KV_PARAMS]
+    return json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode(
+        "utf-8", "surrogatepass"
+    )

@@ -1,0 +1,264 @@
+"""HTTP to the engines: one function a leg, every step with a timeout."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import httpx
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from kvshuttle.gateway.body import Leg, Route
+    from kvshuttle.gateway.metrics import Metrics
+    from kvshuttle.gateway.settings import GatewaySettings
+
+PATHS: dict[Route, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+
+# Headers of the client that go on to the engines: what joins logs and traces, nothing else.
+# Authorization above all stays here.
+_FORWARDED = ("x-request-id", "traceparent", "tracestate")
+
+Failure = Literal["unreachable", "dropped", "timeout", "broke_off"]
+
+
+class LegFailed(Exception):  # noqa: N818 - an outcome that the caller handles, not a defect
+    """An engine gave no usable answer.
+
+    `unreachable`: it never had the request; `dropped`: it had it, and the connection ended before
+    any byte of the answer's body; `timeout`: it may still be at it; `broke_off`: part of an answer
+    had arrived.
+    """
+
+    def __init__(self, failure: Failure, url: str, cause: str) -> None:
+        super().__init__(f"{url}: {failure}: {cause}")
+        self.failure: Failure = failure
+        self.url = url
+        self.cause = cause
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillAnswer:
+    """The prefill leg's whole answer."""
+
+    status: int
+    headers: httpx.Headers
+    body: bytes
+
+
+class EngineHttp:
+    """The connections to all engines."""
+
+    def __init__(self, settings: GatewaySettings, metrics: Metrics) -> None:
+        self._settings = settings
+        self._metrics = metrics
+        key = settings.engine_api_key
+        self._own_headers = {
+            "content-type": "application/json",
+            # Answers go to the client as they are, and their usage is read: no compression.
+            "accept-encoding": "identity",
+        }
+        self._auth = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
+        self._client = httpx.AsyncClient(
+            # Engines are inside: neither the environment's proxies nor its .netrc apply.
+            trust_env=False,
+            follow_redirects=False,
+            headers=self._auth,
+            limits=httpx.Limits(
+                max_connections=None,
+                max_keepalive_connections=256,
+                keepalive_expiry=settings.engine_keepalive_s,
+            ),
+        )
+
+    async def close(self) -> None:
+        """Closes all connections, which aborts what runs on them."""
+        await self._client.aclose()
+
+    async def prefill(
+        self, url: str, route: Route, body: bytes, headers: Mapping[str, str]
+    ) -> PrefillAnswer:
+        """Runs the prefill leg to its end. Raises LegFailed."""
+        settings = self._settings
+        started = time.monotonic()
+        result = "cancelled"
+        try:
+            async with asyncio.timeout(settings.prefill_timeout_s):
+                response = await self._client.post(
+                    url + PATHS[route],
+                    content=body,
+                    headers=self._headers(headers),
+                    timeout=httpx.Timeout(
+                        settings.prefill_timeout_s, connect=settings.connect_timeout_s
+                    ),
+                )
+            result = _result(response.status_code)
+            return PrefillAnswer(response.status_code, response.headers, response.content)
+        except TimeoutError as error:
+            result = "timeout"
+            raise LegFailed("timeout", url, "the whole leg") from error
+        except httpx.HTTPError as error:
+            failed = _failed(url, error)
+            result = failed.failure
+            raise failed from error
+        finally:
+            self.observe("prefill", result, started)
+
+    async def open_decode(
+        self, url: str, route: Route, body: bytes, headers: Mapping[str, str]
+    ) -> DecodeStream:
+        """Starts the decode leg: returns when its status and headers are there.
+
+        Raises LegFailed. The stream must be closed; closing it early makes vLLM abort the request.
+        """
+        settings = self._settings
+        started = time.monotonic()
+        request = self._client.build_request(
+            "POST",
+            url + PATHS[route],
+            content=body,
+            headers=self._headers(headers),
+            timeout=httpx.Timeout(
+                settings.decode_timeout_s,
+                connect=settings.connect_timeout_s,
+            ),
+        )
+        result = "cancelled"
+        try:
+            response = await self._client.send(request, stream=True)
+        except httpx.HTTPError as error:
+            failed = _failed(url, error)
+            result = failed.failure
+            raise failed from error
+        else:
+            result = ""
+        finally:
+            if result:
+                self.observe("decode", result, started)
+        return DecodeStream(self, url, response, started, settings)
+
+    async def get(self, url: str, path: str) -> httpx.Response:
+        """A short read from an engine. Raises httpx.HTTPError."""
+        return await self._client.get(url + path, timeout=self._settings.probe_timeout_s)
+
+    def _headers(self, client_headers: Mapping[str, str]) -> dict[str, str]:
+        forwarded = {name: client_headers[name] for name in _FORWARDED if name in client_headers}
+        return {**forwarded, **self._own_headers}
+
+    def observe(self, leg: Leg, result: str, started: float) -> None:
+        """Counts a leg that has ended."""
+        self._metrics.leg_duration.labels(leg, result).observe(time.monotonic() - started)
+
+
+class DecodeStream:
+    """The decode leg's answer as it comes."""
+
+    def __init__(
+        self,
+        http: EngineHttp,
+        url: str,
+        response: httpx.Response,
+        started: float,
+        settings: GatewaySettings,
+    ) -> None:
+        self._http = http
+        self._response = response
+        self._started = started
+        self._idle_s = settings.stream_idle_timeout_s
+        self._whole_s = settings.decode_timeout_s
+        self._result = "cancelled"
+        self._chunks = response.aiter_raw()
+        self._first: bytes | None = None
+        self._any = False
+        self.url = url
+        self.status = response.status_code
+        self.headers = response.headers
+
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether it is a stream of events, whatever the request had asked for."""
+        content_type: str = self.headers.get("content-type", "")
+        return content_type.startswith("text/event-stream")
+
+    async def wait_for_first_chunk(self) -> None:
+        """Returns when the body has begun, so that until then another engine can be asked.
+
+        vLLM sends a stream's headers at once, and its first event with the first token.
+        Raises LegFailed.
+        """
+        try:
+            async with asyncio.timeout(self._whole_s):
+                self._first = await self._next()
+        except TimeoutError as error:
+            self._result = "timeout"
+            raise LegFailed("timeout", self.url, "no first token") from error
+
+    async def next_chunk(self) -> bytes | None:
+        """The next bytes as they came, None at the regular end. Raises LegFailed."""
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        try:
+            async with asyncio.timeout(self._idle_s):
+                return await self._next()
+        except TimeoutError as error:
+            self._result = "timeout"
+            raise LegFailed("timeout", self.url, "silence in the stream") from error
+
+    async def read_all(self) -> bytes:
+        """The whole body. Raises LegFailed."""
+        chunks: list[bytes] = []
+        try:
+            async with asyncio.timeout(self._whole_s):
+                while (chunk := await self._next()) is not None:
+                    chunks.append(chunk)
+        except TimeoutError as error:
+            self._result = "timeout"
+            raise LegFailed("timeout", self.url, "the whole answer") from error
+        return b"".join(chunks)
+
+    async def close(self) -> None:
+        """Gives the connection back if the answer was read to its end, else closes it."""
+        try:
+            await self._response.aclose()
+        finally:
+            self._http.observe("decode", self._result, self._started)
+
+    async def _next(self) -> bytes | None:
+        try:
+            chunk = await anext(self._chunks, None)
+        except httpx.TimeoutException as error:
+            self._result = "timeout"
+            raise LegFailed("timeout", self.url, type(error).__name__) from error
+        except httpx.HTTPError as error:
+            self._result = "broke_off" if self._any else "dropped"
+            raise LegFailed(
+                "broke_off" if self._any else "dropped", self.url, _cause(error)
+            ) from error
+        if chunk is None:
+            self._result = _result(self.status)
+        else:
+            self._any = True
+        return chunk
+
+
+def _failed(url: str, error: httpx.HTTPError) -> LegFailed:
+    """What happened before the answer's headers."""
+    if isinstance(error, httpx.ConnectError | httpx.ConnectTimeout | httpx.UnsupportedProtocol):
+        return LegFailed("unreachable", url, _cause(error))
+    if isinstance(error, httpx.TimeoutException):
+        return LegFailed("timeout", url, _cause(error))
+    return LegFailed("dropped", url, _cause(error))
+
+
+def _cause(error: httpx.HTTPError) -> str:
+    return f"{type(error).__name__}: {error}".rstrip(": ")
+
+
+def _result(status: int) -> str:
+    if status < 400:
+        return "ok"
+    return "client_error" if status < 500 else "error"
