@@ -1,7 +1,7 @@
 """The agent's clock and the arithmetic of deadlines.
 
 All instants are nanoseconds of CLOCK_BOOTTIME: monotonic, unmoved by clock steps, and running
-while the machine is suspended, so that a suspended reader wakes up *after* its deadline and knows it.
+while the machine is suspended, so that a suspended reader wakes up after its deadline and knows it.
 """
 
 from __future__ import annotations
