@@ -24,7 +24,7 @@ from kvshuttle.v1.lease_service_pb2_grpc import LeaseServiceStub
 from kvshuttle.v1.session_service_pb2_grpc import SessionServiceStub
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Sequence
+    from collections.abc import AsyncGenerator, AsyncIterator, Sequence
     from types import TracebackType
 
     from kvshuttle.v1 import types_pb2 as types
@@ -205,7 +205,7 @@ class AsyncClient:
         resume_token: str = "",
         tenant: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109
-    ) -> AsyncIterator[session.WatchSessionsResponse]:
+    ) -> AsyncGenerator[session.WatchSessionsResponse, None]:
         """A snapshot, then changes, until the caller stops or the stream breaks.
 
         A broken stream raises UnavailableError: go on with the last piece's `resume_token`.
@@ -231,7 +231,7 @@ class AsyncClient:
         resume_token: str = "",
         tenant: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109
-    ) -> AsyncIterator[lease.WatchLeasesResponse]:
+    ) -> AsyncGenerator[lease.WatchLeasesResponse, None]:
         """As `watch_sessions`, for leases."""
         call = self._leases.WatchLeases(
             lease.WatchLeasesRequest(session_id=session_id, resume_token=resume_token),
