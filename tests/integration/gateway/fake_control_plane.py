@@ -39,6 +39,7 @@ def status(
     )
 
 
+PERMISSION_DENIED = status(code_pb2.PERMISSION_DENIED, "ROLE_NOT_ALLOWED", "operators only")
 NO_WORKER = status(code_pb2.UNAVAILABLE, "NO_WORKER", "no live worker can take the turn")
 
 
@@ -53,6 +54,8 @@ class FakeControlPlane(session_grpc.SessionServiceServicer, cluster_grpc.Cluster
         self.plan = session.Plan(return_mode=session.RETURN_MODE_LAZY, reason="CHEAPER_TO_MOVE")
         self.begins: list[session.BeginTurnRequest] = []
         self.ends: list[session.EndTurnRequest] = []
+        # Those that were refused too.
+        self.end_tries: list[session.EndTurnRequest] = []
         self.tenants: list[str] = []
         self.authorizations: list[str | None] = []
         self.refuse_begin: status_pb2.Status | None = None
@@ -117,6 +120,7 @@ class FakeControlPlane(session_grpc.SessionServiceServicer, cluster_grpc.Cluster
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> session.EndTurnResponse:
         self._note(context)
+        self.end_tries.append(request)
         if self.refuse_ends:
             await _refuse(context, self.refuse_ends.pop(0))
         self.ends.append(request)

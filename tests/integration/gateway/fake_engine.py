@@ -17,6 +17,7 @@ from starlette.routing import Route
 from tests.integration.gateway.waiting import eventually
 
 if TYPE_CHECKING:
+    import socket
     from collections.abc import AsyncIterator, Iterator
 
     from starlette.types import Receive, Scope, Send
@@ -123,11 +124,6 @@ class FakeEngine:
         if self._server is None or self._task is None:
             return
         self._server.should_exit = True
-        self._server.force_exit = True
-        for connection in list(self._server.server_state.connections):
-            transport = getattr(connection, "transport", None)
-            if transport is not None:
-                transport.abort()
         await self._task
         self._server = self._task = None
 
@@ -153,6 +149,23 @@ class FakeEngine:
 
 
 class _QuietServer(uvicorn.Server):
+    """Leaves the signals alone, and stops at once."""
+
+    async def main_loop(self) -> None:
+        while not self.should_exit:  # noqa: ASYNC110 - uvicorn's own flag
+            await asyncio.sleep(0.005)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        for server in self.servers:
+            server.close()
+        for connection in list(self.server_state.connections):
+            transport = getattr(connection, "transport", None)
+            if transport is not None:
+                transport.abort()
+        for task in list(self.server_state.tasks):
+            task.cancel()
+        await asyncio.gather(*self.server_state.tasks, return_exceptions=True)
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield

@@ -1,0 +1,181 @@
+"""What is checked before a turn begins, the routes that only read, and the process itself."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import signal
+import sys
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from kvshuttle.v1 import types_pb2 as types
+from tests.integration.gateway.conftest import CHAT, running_gateway
+from tests.integration.gateway.fake_control_plane import PERMISSION_DENIED, FakeControlPlane, worker
+from tests.integration.gateway.waiting import PATIENCE_S, eventually
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from tests.integration.gateway.conftest import RunningGateway
+    from tests.integration.gateway.fake_engine import FakeEngine
+
+NOWHERE = "127.0.0.1:9"
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        (b'{"model": ', "line 1, column"),
+        (b"[1]", "not an object"),
+        (b'{"a": NaN}', "NaN"),
+        (b'{"a": 1e999}', "out of range"),
+        (b'{"a": "\xff"}', "UTF-8"),
+        (b'{"a":' + b"[" * 100_000, "nested"),
+    ],
+)
+async def test_broken_json_is_a_400_that_says_what_to_do(
+    gateway: RunningGateway, control: FakeControlPlane, body: bytes, word: str
+) -> None:
+    response = await gateway.http.post("/v1/chat/completions", content=body)
+
+    assert response.status_code == 400
+    error = response.json()["error"]
+    assert error["type"] == "invalid_request_error"
+    assert error["param"] == "body"
+    assert word in error["message"]
+    assert control.begins == []
+
+
+async def test_too_large_a_body_is_a_413(control: FakeControlPlane) -> None:
+    async def in_pieces() -> Any:
+        for _ in range(4):
+            yield b" " * 100
+
+    async with running_gateway(control_plane=control.target, max_body_bytes=300) as gateway:
+        announced = await gateway.http.post("/v1/completions", content=b" " * 301)
+        chunked = await gateway.http.post("/v1/completions", content=in_pieces())
+    assert (announced.status_code, chunked.status_code) == (413, 413)
+    assert "--max-body-bytes" in announced.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("session_id", ["x" * 257, "tab\tinside", ""])
+async def test_a_session_id_that_cannot_be_one_is_a_400(
+    gateway: RunningGateway, session_id: str
+) -> None:
+    response = await gateway.chat(headers={"X-Session-ID": session_id})
+
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "X-Session-ID"
+    assert "256" in response.json()["error"]["message"]
+
+
+async def test_keys_name_the_tenant_and_never_reach_an_engine(
+    control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine, tmp_path: Path
+) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text(f"{hashlib.sha256(b'k-1').hexdigest()}: acme\n")
+    control.placements = [(("p", prefill.url), ("d", decode.url))]
+    async with running_gateway(
+        control_plane=control.target, api_keys_file=keys, engine_api_key="inner"
+    ) as gateway:
+        none = await gateway.chat()
+        wrong = await gateway.chat(headers={"Authorization": "Bearer k-2"})
+        right = await gateway.chat(headers={"Authorization": "Bearer k-1", "X-Request-Id": "r7"})
+        models = await gateway.http.get("/v1/models")
+
+    assert (none.status_code, wrong.status_code, right.status_code) == (401, 401, 200)
+    assert wrong.json()["error"]["code"] == "invalid_api_key"
+    assert models.status_code == 401
+    assert set(control.tenants) == {"acme"}
+    for engine in (prefill, decode):
+        assert engine.received[0].headers["authorization"] == "Bearer inner"
+        assert engine.received[0].headers["x-request-id"] == "r7"
+
+
+async def test_models_come_from_an_engine_that_answers(
+    prefill: FakeEngine, decode: FakeEngine
+) -> None:
+    decode.healthy = False
+    async with running_gateway(
+        control_plane=NOWHERE, prefill_url=[prefill.url], decode_url=[decode.url]
+    ) as gateway:
+        response = await gateway.http.get("/v1/models")
+
+    assert response.json()["data"] == [{"id": "m"}]
+
+
+async def test_health(control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine) -> None:
+    async with running_gateway(control_plane=NOWHERE) as gateway:
+        response = await gateway.http.get("/health")
+        assert (response.status_code, response.json()["status"]) == (503, "unavailable")
+    async with running_gateway(control_plane=NOWHERE, decode_url=[decode.url]) as gateway:
+        response = await gateway.http.get("/health")
+        assert (response.status_code, response.json()["status"]) == (200, "degraded")
+        assert response.json()["engines"][0]["reachable"] is True
+    control.workers = [
+        worker("d", decode.url, types.WORKER_ROLE_DECODE),
+        worker("p", prefill.url, types.WORKER_ROLE_PREFILL),
+    ]
+    async with running_gateway(control_plane=control.target) as gateway:
+        await eventually(lambda: control.lists > 1, "workers listed")
+        response = await gateway.http.get("/health")
+        assert (response.status_code, response.json()["status"]) == (200, "ok")
+        assert [one["worker_id"] for one in response.json()["engines"]] == ["d", "p"]
+
+
+async def test_metrics_and_unknown_routes(gateway: RunningGateway) -> None:
+    await gateway.chat()
+    text = (await gateway.http.get("/metrics")).text
+    assert 'kvshuttle_gateway_requests_total{route="chat",status="200"} 1.0' in text
+    assert 'kvshuttle_gateway_turns_total{mode="lazy",outcome="completed"} 1.0' in text
+    missing = await gateway.http.get("/v1/nothing")
+    assert missing.status_code == 404
+    assert missing.json()["error"]["type"] == "invalid_request_error"
+    assert (await gateway.http.get("/v1/completions")).status_code == 405
+
+
+async def test_without_permission_to_list_workers_the_control_plane_is_up(
+    gateway: RunningGateway, control: FakeControlPlane
+) -> None:
+    control.refuse_workers = PERMISSION_DENIED
+    seen = control.lists
+    await eventually(lambda: control.lists > seen + 1, "refused lists")
+    assert (await gateway.chat()).headers["x-kvshuttle-turn"] == "1"
+    assert await gateway.metric("kvshuttle_gateway_control_plane_up") == 1
+
+
+async def test_as_a_process(control: FakeControlPlane, decode: FakeEngine, tmp_path: Path) -> None:
+    """Ready file, a request, SIGTERM with a drain, exit status 0, and no secrets in the log."""
+    control.placements = [(None, ("d", decode.url))]
+    ready = tmp_path / "ready.json"
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "kvshuttle.gateway", "--port", "0"),
+        *("--ready-file", str(ready), "--control-plane", control.target),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        await eventually(ready.exists, "ready file")
+        told = json.loads(ready.read_text())
+        assert told["pid"] == process.pid
+        host, _, port = told["url"].removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        body = json.dumps(CHAT).encode()
+        head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(body)}\r\n"
+        writer.write(head.encode() + b"\r\n" + body)
+        assert (await reader.readline()).startswith(b"HTTP/1.1 200")
+        writer.close()
+        await writer.wait_closed()
+    finally:
+        process.send_signal(signal.SIGTERM)
+        _, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
+    assert process.returncode == 0
+    assert not ready.exists()
+    lines = [json.loads(line) for line in err.decode().splitlines()]
+    request = next(line for line in lines if line["event"] == "request")
+    assert (request["tenant"], request["turn"], request["status"]) == ("default", 1, 200)
+    assert b"token-1" not in err
+    assert b"be kind" not in err
+    await eventually(lambda: control.ends, "EndTurn")

@@ -1,0 +1,316 @@
+"""What a request gets when something on its way is broken: an answer, in time, and the reason."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import TYPE_CHECKING
+
+import pytest
+
+from kvshuttle.v1 import session_service_pb2 as session
+from kvshuttle.v1 import types_pb2 as types
+from tests.integration.gateway.conftest import running_gateway
+from tests.integration.gateway.fake_control_plane import (
+    NO_WORKER,
+    PERMISSION_DENIED,
+    FakeControlPlane,
+    worker,
+)
+from tests.integration.gateway.fake_engine import EVENTS, FakeEngine, Script, dropping_server
+from tests.integration.gateway.waiting import eventually
+
+if TYPE_CHECKING:
+    from tests.integration.gateway.conftest import RunningGateway
+
+FAILED = session.TURN_OUTCOME_FAILED
+COMPLETED = session.TURN_OUTCOME_COMPLETED
+# Nothing listens on the discard port; a connection is refused at once.
+NOBODY = "http://127.0.0.1:9"
+
+
+async def fallbacks(gateway: RunningGateway, reason: str) -> float:
+    return await gateway.metric("kvshuttle_gateway_fallbacks_total", reason=reason)
+
+
+async def test_prefill_server_error_falls_back_to_decode(
+    gateway: RunningGateway, control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine
+) -> None:
+    prefill.script = Script(status=500)
+    response = await gateway.chat()
+
+    assert response.status_code == 200
+    assert response.headers["x-kvshuttle-fallback"] == "PREFILL_ERROR"
+    assert decode.legs() == ["decode"]
+    assert await fallbacks(gateway, "PREFILL_ERROR") == 1
+    await eventually(lambda: control.ends, "EndTurn")
+    assert control.outcomes() == [(1, COMPLETED)]
+
+
+async def test_prefill_unreachable(
+    gateway: RunningGateway, control: FakeControlPlane, decode: FakeEngine
+) -> None:
+    control.placements = [(("p", NOBODY), ("d", decode.url))]
+    response = await gateway.chat()
+
+    assert response.status_code == 200
+    assert response.headers["x-kvshuttle-fallback"] == "PREFILL_UNREACHABLE"
+
+
+async def test_prefill_too_slow(
+    control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine
+) -> None:
+    control.placements = [(("p", prefill.url), ("d", decode.url))]
+    prefill.script = Script(before_answer=asyncio.Event())
+    async with running_gateway(control_plane=control.target, prefill_timeout_s=0.1) as gateway:
+        response = await gateway.chat()
+
+    assert response.status_code == 200
+    assert response.headers["x-kvshuttle-fallback"] == "PREFILL_TIMEOUT"
+    await asyncio.wait_for(prefill.received[0].disconnected.wait(), 10)
+
+
+async def test_decode_unreachable_is_placed_again_without_it(
+    gateway: RunningGateway, control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine
+) -> None:
+    control.placements = [
+        (("p", prefill.url), ("dead", NOBODY)),
+        (("p", prefill.url), ("d", decode.url)),
+    ]
+    response = await gateway.chat()
+
+    assert response.status_code == 200
+    assert response.headers["x-kvshuttle-fallback"] == "DECODE_UNREACHABLE"
+    assert response.headers["x-kvshuttle-turn"] == "2"
+    assert list(control.begins[1].exclude_worker_ids) == ["dead"]
+    assert control.begins[0].request_id != control.begins[1].request_id
+    assert decode.received[0].token == "token-2"
+    await eventually(lambda: len(control.ends) == 2, "two EndTurns")
+    assert sorted(control.outcomes()) == [(1, FAILED), (2, COMPLETED)]
+
+
+async def test_no_decode_at_all_ends_on_the_prefill_engine(
+    gateway: RunningGateway, control: FakeControlPlane, prefill: FakeEngine
+) -> None:
+    control.placements = [(("p", prefill.url), ("dead", NOBODY))]
+    response = await gateway.chat()
+
+    assert response.status_code == 200
+    assert prefill.legs() == ["prefill", "prefill", "plain"]
+
+
+async def test_decode_that_closes_without_a_word_is_asked_once(
+    gateway: RunningGateway, control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine
+) -> None:
+    async with dropping_server() as (url, requests):
+        control.placements = [
+            (("p", prefill.url), ("bad", url)),
+            (("p", prefill.url), ("d", decode.url)),
+        ]
+        response = await gateway.chat()
+        assert response.status_code == 200
+        assert len(requests) == 1
+
+
+async def test_a_request_that_kills_engines_is_not_given_to_a_third(
+    gateway: RunningGateway, control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine
+) -> None:
+    async with dropping_server() as (one, first), dropping_server() as (two, second):
+        control.placements = [(None, ("a", one)), (None, ("b", two))]
+        response = await gateway.chat()
+
+    assert response.status_code == 502
+    assert response.json()["error"]["code"] == "engine_broke_off"
+    assert (len(first), len(second)) == (1, 1)
+    assert decode.legs() == prefill.legs() == []
+
+
+async def test_a_stream_that_breaks_before_its_first_event_is_asked_elsewhere(
+    gateway: RunningGateway, control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine
+) -> None:
+    async with FakeEngine("bad") as bad:
+        bad.script = Script(break_after=0)
+        control.placements = [(None, ("bad", bad.url)), (None, ("d", decode.url))]
+        response = await gateway.chat(stream=True)
+
+    assert response.status_code == 200
+    assert response.text.endswith("data: [DONE]\n\n")
+    assert len(bad.received) == 1
+
+
+@pytest.mark.parametrize("half_event", [False, True])
+async def test_a_stream_that_breaks_ends_with_an_error_event(
+    gateway: RunningGateway, control: FakeControlPlane, decode: FakeEngine, half_event: bool
+) -> None:
+    decode.script = Script(break_after=2, break_in_event=half_event)
+    response = await gateway.chat(stream=True)
+
+    sent = b"".join(EVENTS[:2])
+    assert response.content.startswith(sent)
+    last = response.content[len(sent) :]
+    assert last.startswith(b"data: ")
+    assert last.endswith(b"\n\n")
+    error = json.loads(last[len(b"data: ") :])["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert b"[DONE]" not in response.content
+    assert len(decode.received) == 1
+    await eventually(lambda: control.ends, "EndTurn")
+    assert control.outcomes() == [(1, FAILED)]
+
+
+async def test_a_stream_that_ends_without_done_is_an_error(
+    gateway: RunningGateway, decode: FakeEngine
+) -> None:
+    decode.script = Script(no_done=True)
+    response = await gateway.chat(stream=True)
+
+    assert response.content.startswith(b"".join(EVENTS))
+    assert b'"error"' in response.content[len(b"".join(EVENTS)) :]
+
+
+async def test_a_stream_that_goes_silent_ends(
+    control: FakeControlPlane, decode: FakeEngine
+) -> None:
+    control.placements = [(None, ("d", decode.url))]
+    decode.script = Script(mid_stream=asyncio.Event())
+    async with running_gateway(control_plane=control.target, stream_idle_timeout_s=0.1) as gateway:
+        response = await gateway.chat(stream=True)
+
+    assert response.content.startswith(EVENTS[0])
+    assert b'"error"' in response.content
+    await asyncio.wait_for(decode.received[0].disconnected.wait(), 10)
+
+
+async def test_decode_that_never_answers_is_a_504(
+    control: FakeControlPlane, decode: FakeEngine
+) -> None:
+    control.placements = [(None, ("d", decode.url))]
+    decode.script = Script(before_answer=asyncio.Event())
+    async with running_gateway(control_plane=control.target, decode_timeout_s=0.1) as gateway:
+        response = await gateway.chat()
+
+    assert response.status_code == 504
+    assert response.json()["error"]["type"] == "timeout_error"
+
+
+async def test_no_worker_goes_to_an_engine_known_from_the_list(
+    gateway: RunningGateway, control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine
+) -> None:
+    control.refuse_begin = NO_WORKER
+    refused = await gateway.chat()
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "no_engine"
+
+    control.workers = [
+        worker("d", decode.url, types.WORKER_ROLE_DECODE),
+        worker("p", prefill.url, types.WORKER_ROLE_PREFILL),
+    ]
+    directory = gateway.server.config.app.state.gateway.engines  # type: ignore[union-attr]
+    await eventually(directory.known, "workers listed")
+    response = await gateway.chat()
+    assert response.status_code == 200
+    assert decode.legs() == ["plain"]
+    assert response.headers["x-kvshuttle-mode"] == "none"
+    assert response.headers["x-kvshuttle-reason"] == "NO_WORKER"
+    assert response.headers["x-kvshuttle-fallback"] == "NO_WORKER"
+    assert "x-kvshuttle-turn" not in response.headers
+
+
+async def test_control_plane_down_and_back(
+    gateway: RunningGateway, control: FakeControlPlane, decode: FakeEngine
+) -> None:
+    headers = {"X-Session-ID": "s1"}
+    await gateway.chat(headers=headers)
+    await eventually(lambda: control.ends, "EndTurn")
+    await control.stop()
+    # The list of workers was empty; the placement of the last turn is what is left to go by.
+    response = await gateway.chat(headers=headers)
+
+    assert response.status_code == 200
+    assert response.headers["x-kvshuttle-fallback"] == "CONTROL_PLANE_DOWN"
+    assert decode.legs() == ["decode", "plain"]
+
+    await control.start()
+    while "x-kvshuttle-fallback" in response.headers:
+        response = await gateway.chat(headers=headers)
+    assert response.headers["x-kvshuttle-mode"] == "lazy"
+
+
+async def test_control_plane_slow_costs_its_timeout_only_and_leaks_no_turn(
+    control: FakeControlPlane, decode: FakeEngine
+) -> None:
+    control.placements = [(None, ("d", decode.url))]
+    control.hold_begin = asyncio.Event()
+    async with running_gateway(
+        control_plane=control.target, begin_turn_timeout_s=0.05, decode_url=[decode.url]
+    ) as gateway:
+        for _ in range(3):
+            response = await gateway.chat()
+            assert response.headers["x-kvshuttle-fallback"] == "CONTROL_PLANE_SLOW"
+        assert decode.legs() == ["plain"] * 3
+        # The fourth does not ask: three in a row were too late.
+        response = await gateway.chat()
+        assert response.headers["x-kvshuttle-fallback"] == "CONTROL_PLANE_SLOW"
+        assert len(control.begins) == 3
+        control.hold_begin.set()
+        await eventually(lambda: len(control.ends) == 3, "late turns ended")
+    assert {outcome for _, outcome in control.outcomes()} == {FAILED}
+
+
+async def test_end_turn_is_tried_again_with_the_same_request_id(
+    gateway: RunningGateway, control: FakeControlPlane
+) -> None:
+    control.refuse_ends = [NO_WORKER, NO_WORKER]
+    await gateway.chat()
+
+    await eventually(lambda: control.ends, "EndTurn")
+    assert control.outcomes() == [(1, COMPLETED)]
+    assert len(control.end_tries) == 3
+    assert len({one.request_id for one in control.end_tries}) == 1
+
+
+async def test_end_turn_that_is_refused_for_good_is_counted(
+    gateway: RunningGateway, control: FakeControlPlane
+) -> None:
+    control.refuse_ends = [PERMISSION_DENIED]
+    assert (await gateway.chat()).status_code == 200
+
+    registry = gateway.server.config.app.state.gateway.metrics.registry  # type: ignore[union-attr]
+    await eventually(lambda: registry.get_sample_value("kvshuttle_gateway_end_turn_failures_total"))
+    assert len(control.end_tries) == 1
+
+
+async def test_end_turns_are_flushed_at_stop(control: FakeControlPlane, decode: FakeEngine) -> None:
+    control.placements = [(None, ("d", decode.url))]
+    async with running_gateway(control_plane=control.target) as gateway:
+        control.refuse_ends = [NO_WORKER] * 2
+        assert (await gateway.chat()).status_code == 200
+    assert control.outcomes() == [(1, COMPLETED)]
+
+
+async def test_running_stream_is_drained_at_stop(
+    control: FakeControlPlane, decode: FakeEngine
+) -> None:
+    control.placements = [(None, ("d", decode.url))]
+    go_on = asyncio.Event()
+    decode.script = Script(mid_stream=go_on)
+    async with running_gateway(control_plane=control.target, drain_timeout_s=10.0) as gateway:
+        running = asyncio.create_task(gateway.chat(stream=True))
+        await decode.wait_for_request()
+        gateway.server.should_exit = True
+        go_on.set()
+        response = await running
+        assert response.text.endswith("data: [DONE]\n\n")
+    assert control.outcomes() == [(1, COMPLETED)]
+
+
+async def test_no_engine_reachable_is_a_502(
+    gateway: RunningGateway, control: FakeControlPlane
+) -> None:
+    control.placements = [(("p", NOBODY), ("d", NOBODY))]
+    response = await gateway.chat()
+
+    assert response.status_code == 502
+    assert response.json()["error"]["code"] == "engine_unreachable"
+    await eventually(lambda: len(control.ends) == 2, "two EndTurns")
+    assert {outcome for _, outcome in control.outcomes()} == {FAILED}
