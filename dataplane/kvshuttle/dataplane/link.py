@@ -1,22 +1,24 @@
-"""The control link: one asyncio loop in its own thread, the engine's only voice to the outside.
+"""The control link: the engine's only voice to the outside, in threads of its own.
 
 It keeps the stream to the control plane (reconnecting with backoff and jitter), listens to the
 movers, and wakes the engine when something waits for its scheduler thread.
+
+gRPC's synchronous API, not asyncio: there is one stream, every message of it is handed to another
+thread anyway, and an event loop in the engine's process would be a second one beside vLLM's.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import random
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 import zmq
-import zmq.asyncio
 
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS, boottime_ns
@@ -32,6 +34,7 @@ from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.mover import MoverEndpoint
 from kvshuttle.dataplane.scheduler import (
     CommandBatch,
+    InboxItem,
     SchedulerAgent,
     StreamDown,
     StreamUp,
@@ -47,18 +50,26 @@ _log = get_logger("link")
 _CHANNEL_OPTIONS = (
     ("grpc.max_receive_message_length", MAX_MESSAGE_BYTES),
     ("grpc.max_send_message_length", MAX_MESSAGE_BYTES),
-    # A peer that vanished without a FIN is noticed within 15 s even where nothing is sent.
+    # A peer that vanished without a FIN, or is paused, is noticed within 15 s.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     # Our own backoff decides; gRPC's would grow to two minutes.
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 2_000),
+    # One channel a try: a channel shared with the last try would share its backoff.
+    ("grpc.use_local_subchannel_pool", 1),
 )
 
-
-class _RefusedError(Exception):
-    """The control plane will not have this boot; trying again soon is of no use."""
+_REFUSALS = frozenset(
+    {
+        grpc.StatusCode.FAILED_PRECONDITION,
+        grpc.StatusCode.PERMISSION_DENIED,
+        grpc.StatusCode.UNAUTHENTICATED,
+        grpc.StatusCode.INVALID_ARGUMENT,
+    }
+)
+"""The control plane will not have this boot; trying again soon is of no use."""
 
 
 class ControlLink:
@@ -75,32 +86,44 @@ class ControlLink:
         self._movers = list(movers)
         self._make_hello = make_hello
         self._wake = wake
-        self._boot_id = ""
         self._agent: SchedulerAgent | None = None
-        self._connected = False
+        self._stopping = threading.Event()
+        # Guards what follows; its waiters are the stream's writer and the timer.
+        self._changed = threading.Condition()
         self._pending: deque[agent_pb2.AgentEvent] = deque()
-        self._loop = asyncio.new_event_loop()
-        self._news = asyncio.Event()
-        self._deadline_moved = asyncio.Event()
         self._deadline_ns: int | None = None
-        self._stopping = False
+        self._conversation: _Conversation | None = None
         self._context = zmq.Context()
         self._orders = [self._connect_orders(x.command_address) for x in self._movers]
-        self._thread = threading.Thread(target=self._run, name="kvshuttle-link", daemon=True)
+        self._threads = [
+            threading.Thread(target=self._keep_connected, name="kvshuttle-link", daemon=True),
+            threading.Thread(target=self._tick, name="kvshuttle-timer", daemon=True),
+        ]
+        self._threads += [
+            threading.Thread(
+                target=self._listen,
+                args=(x.event_address,),
+                name=f"kvshuttle-listen-{x.rank}",
+                daemon=True,
+            )
+            for x in self._movers
+        ]
 
     def start(self, agent: SchedulerAgent) -> None:
         """Begins to connect; returns at once."""
         self._agent = agent
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
 
     # Outbox; scheduler thread.
 
     def emit(self, event: agent_pb2.AgentEvent) -> None:
         """Queues an event for the control plane."""
-        self._pending.append(event)
-        while len(self._pending) > MAX_PENDING_EVENTS:
-            self._pending.popleft()
-        self._signal(self._news)
+        with self._changed:
+            self._pending.append(event)
+            while len(self._pending) > MAX_PENDING_EVENTS:
+                self._pending.popleft()
+            self._changed.notify_all()
 
     def order(self, message: m.ToMover, rank: int | None = None) -> None:
         """Sends an order to one mover or all of them; the sockets belong to this thread."""
@@ -118,23 +141,35 @@ class ControlLink:
     @property
     def connected(self) -> bool:
         """Whether a stream is up and welcomed."""
-        return self._connected
+        conversation = self._conversation
+        return conversation is not None and conversation.generation > 0
 
     def set_deadline(self, deadline_ns: int | None) -> None:
         """The scheduler side's next deadline; it gets a Tick then."""
-        if deadline_ns != self._deadline_ns:
+        if deadline_ns == self._deadline_ns:
+            return
+        with self._changed:
             self._deadline_ns = deadline_ns
-            self._signal(self._deadline_moved)
+            self._changed.notify_all()
 
     def shutdown(self) -> None:
         """Ends the stream, so that the control plane hears of it at once, and the movers."""
         self.order(m.Stop())
-        self._stopping = True
-        if self._thread.is_alive():
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(timeout=2)
+        self._stopping.set()
+        conversation = self._conversation
+        if conversation is not None:
+            conversation.cancel()
+        with self._changed:
+            self._changed.notify_all()
+        for socket in self._orders:
+            socket.close()
+        # Ends the listeners' waiting, and returns when they have closed their sockets.
+        self._context.term()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join(timeout=2)
 
-    # The thread.
+    # The threads.
 
     def _connect_orders(self, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(zmq.PUSH)
@@ -143,161 +178,137 @@ class ControlLink:
         socket.connect(address)
         return socket
 
-    def _signal(self, event: asyncio.Event) -> None:
-        if not self._stopping:
-            with contextlib.suppress(RuntimeError):
-                self._loop.call_soon_threadsafe(event.set)
-
-    def _run(self) -> None:
-        asyncio.set_event_loop(self._loop)
-        tasks = [self._loop.create_task(self._keep_connected())]
-        tasks.append(self._loop.create_task(self._tick()))
-        tasks += [self._loop.create_task(self._listen(x.event_address)) for x in self._movers]
-        try:
-            self._loop.run_forever()
-        finally:
-            for task in tasks:
-                task.cancel()
-            with contextlib.suppress(Exception):
-                self._loop.run_until_complete(asyncio.gather(*tasks, return_exceptions=True))
-            self._loop.close()
-
-    def _post(self, item: StreamUp | StreamDown | CommandBatch | Tick | m.FromMover) -> None:
+    def _post(self, item: InboxItem) -> None:
         assert self._agent is not None
         self._agent.post(item)
         self._wake()
 
-    async def _listen(self, address: str) -> None:
+    def _listen(self, address: str) -> None:
         """Passes on what a mover reports."""
-        socket = zmq.asyncio.Context.shadow(self._context).socket(zmq.PULL)
+        socket = self._context.socket(zmq.PULL)
         socket.setsockopt(zmq.RCVHWM, 0)
+        socket.setsockopt(zmq.LINGER, 0)
         socket.connect(address)
         try:
             while True:
-                self._post(m.decode_from_mover(await socket.recv()))
-        finally:
-            socket.close(0)
+                self._post(m.decode_from_mover(socket.recv()))
+        except zmq.ContextTerminated:
+            socket.close()
 
-    async def _tick(self) -> None:
+    def _tick(self) -> None:
         """Wakes the scheduler side at its deadlines; sleeps while there are none."""
-        while True:
-            self._deadline_moved.clear()
-            wait: float | None = None
-            if self._deadline_ns is not None:
-                wait = max(0.0, (self._deadline_ns - boottime_ns()) / NS)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(wait):
-                    await self._deadline_moved.wait()
-                continue
-            self._deadline_ns = None
+        while not self._stopping.is_set():
+            with self._changed:
+                due = self._deadline_ns
+                left = None if due is None else (due - boottime_ns()) / NS
+                if left is None or left > 0:
+                    self._changed.wait(left)
+                    continue
+                self._deadline_ns = None
             self._post(Tick())
 
-    async def _keep_connected(self) -> None:
+    def _keep_connected(self) -> None:
         pause = RECONNECT_MIN_S
-        while True:
-            welcomed = False
-            try:
-                async with self._channel() as channel:
-                    welcomed = await self._converse(channel)
-            except _RefusedError as error:
-                _log.error("refused", worker=self._config.worker_id, reason=str(error))
-                pause = RECONNECT_MAX_S
-            except Exception as error:
-                _log.warning("link_error", worker=self._config.worker_id, error=repr(error))
+        said = ""
+        while not self._stopping.is_set():
+            welcomed, why = self._converse()
             assert self._agent is not None
             if self._agent.fenced:
                 _log.error("link_closed_for_good", worker=self._config.worker_id)
                 return
             if welcomed:
-                pause = RECONNECT_MIN_S
+                pause, said = RECONNECT_MIN_S, ""
+            if why != said and not self._stopping.is_set():
+                # Once a reason, not once a try.
+                said = why
+                _log.warning("not_connected", worker=self._config.worker_id, reason=why)
             # Jitter: after a restart of the control plane not all agents come in one instant.
-            await asyncio.sleep(pause * random.uniform(0.5, 1.0))  # noqa: S311
+            self._stopping.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311
             pause = min(pause * 2, RECONNECT_MAX_S)
 
-    def _channel(self) -> grpc.aio.Channel:
+    def _converse(self) -> tuple[bool, str]:
+        """One stream, to its end: whether it was welcomed, and why it ended."""
+        try:
+            channel = self._channel()
+        except OSError as error:
+            return False, f"tls files: {error}"
+        conversation = _Conversation(self._make_hello())
+        with channel:
+            call = agent_grpc.AgentServiceStub(channel).Connect(self._requests(conversation))
+            conversation.call = call
+            self._conversation = conversation
+            why = "the control plane closed the stream"
+            try:
+                for response in call:
+                    self._hear(conversation, response)
+            except grpc.RpcError as error:
+                code, details = error.code(), error.details()
+                why = f"{code.name}: {details}"
+                if code in _REFUSALS:
+                    _log.error("refused", worker=self._config.worker_id, reason=why)
+            finally:
+                self._conversation = None
+                conversation.over.set()
+                with self._changed:
+                    self._changed.notify_all()
+        if conversation.generation:
+            self._post(StreamDown(conversation.generation))
+        return conversation.generation > 0, why
+
+    def _hear(self, conversation: _Conversation, response: agent_pb2.ConnectResponse) -> None:
+        conversation.heard_ns = boottime_ns()
+        if response.boot_id != conversation.hello.boot_id:
+            return
+        if response.HasField("welcome"):
+            welcome = response.welcome
+            self._post(StreamUp(response.stream_generation, response.epoch, welcome))
+            conversation.heartbeat_ns = max(welcome.heartbeat_interval.ToNanoseconds(), NS // 100)
+            conversation.silence_ns = welcome.silence_limit.ToNanoseconds()
+            conversation.generation = response.stream_generation
+            _log.info(
+                "connected",
+                worker=self._config.worker_id,
+                incarnation=welcome.incarnation,
+                epoch=response.epoch,
+            )
+            with self._changed:
+                self._changed.notify_all()
+        elif response.HasField("commands") and response.commands.commands:
+            self._post(
+                CommandBatch(response.stream_generation, response.epoch, response.commands.commands)
+            )
+
+    def _channel(self) -> grpc.Channel:
         config = self._config
         if config.insecure:
-            return grpc.aio.insecure_channel(config.control_plane, _CHANNEL_OPTIONS)
+            return grpc.insecure_channel(config.control_plane, _CHANNEL_OPTIONS)
         credentials = grpc.ssl_channel_credentials(
             root_certificates=Path(config.tls_ca).read_bytes(),
             private_key=Path(config.tls_key).read_bytes(),
             certificate_chain=Path(config.tls_cert).read_bytes(),
         )
-        return grpc.aio.secure_channel(config.control_plane, credentials, _CHANNEL_OPTIONS)
+        return grpc.secure_channel(config.control_plane, credentials, _CHANNEL_OPTIONS)
 
-    async def _converse(self, channel: grpc.aio.Channel) -> bool:
-        """One stream, to its end. True if it was welcomed."""
-        stub = agent_grpc.AgentServiceStub(channel)
-        welcome_seen = asyncio.Event()
-        ended = asyncio.Event()
-        self._heartbeat_s = 1.0
-        call = stub.Connect(self._requests(welcome_seen, ended))
-        generation = 0
-        silence_s = 10.0
-        try:
-            while True:
-                async with asyncio.timeout(silence_s):
-                    response = await call.read()
-                if not isinstance(response, agent_pb2.ConnectResponse):
-                    break  # the end of the stream
-                if response.boot_id != self._boot_id:
-                    continue
-                if response.HasField("welcome"):
-                    welcome = response.welcome
-                    generation = response.stream_generation
-                    self._heartbeat_s = welcome.heartbeat_interval.ToTimedelta().total_seconds()
-                    # The control plane answers every heartbeat, so silence means that it is gone.
-                    silence_s = max(welcome.silence_limit.ToTimedelta().total_seconds(), 1.0)
-                    self._post(StreamUp(generation, response.epoch, welcome))
-                    self._connected = True
-                    welcome_seen.set()
-                    _log.info(
-                        "connected",
-                        worker=self._config.worker_id,
-                        incarnation=welcome.incarnation,
-                        epoch=response.epoch,
-                    )
-                elif response.HasField("commands") and response.stream_generation == generation:
-                    self._post(CommandBatch(generation, response.epoch, response.commands.commands))
-        except TimeoutError:
-            _log.warning("control_plane_silent", worker=self._config.worker_id)
-        except grpc.aio.AioRpcError as error:
-            if error.code() in (
-                grpc.StatusCode.FAILED_PRECONDITION,
-                grpc.StatusCode.PERMISSION_DENIED,
-                grpc.StatusCode.UNAUTHENTICATED,
-                grpc.StatusCode.INVALID_ARGUMENT,
-            ):
-                raise _RefusedError(f"{error.code().name}: {error.details()}") from None
-            _log.warning(
-                "stream_lost",
-                worker=self._config.worker_id,
-                code=error.code().name,
-                details=error.details(),
-            )
-        finally:
-            ended.set()
-            self._news.set()
-            self._connected = False
-            call.cancel()
-            if generation:
-                self._post(StreamDown(generation))
-        return bool(generation)
+    def _requests(self, conversation: _Conversation) -> Iterator[agent_pb2.ConnectRequest]:
+        """What this side says: the hello, then heartbeats and events as they come.
 
-    async def _requests(
-        self, welcome_seen: asyncio.Event, ended: asyncio.Event
-    ) -> AsyncIterator[agent_pb2.ConnectRequest]:
-        """What this side says: the hello, then heartbeats and events as they come."""
+        Runs on a thread of gRPC's, which ends with the stream.
+        """
         assert self._agent is not None
-        hello = self._make_hello()
-        self._boot_id = hello.boot_id
-        yield agent_pb2.ConnectRequest(hello=hello)
-        await welcome_seen.wait()
+        yield agent_pb2.ConnectRequest(hello=conversation.hello)
         next_beat = 0
-        while not ended.is_set():
+        while not (conversation.over.is_set() or self._stopping.is_set()):
             now = boottime_ns()
+            if not conversation.generation:
+                with self._changed:
+                    self._changed.wait(0.1)
+                continue
             if now >= next_beat:
-                next_beat = now + int(self._heartbeat_s * NS)
+                next_beat = now + conversation.heartbeat_ns
+                if conversation.silent(now):
+                    _log.warning("control_plane_silent", worker=self._config.worker_id)
+                    conversation.cancel()
+                    return
                 yield agent_pb2.ConnectRequest(
                     heartbeat=agent_pb2.AgentHeartbeat(
                         clock=boottime_ns(),
@@ -305,14 +316,33 @@ class ControlLink:
                         counters=self._agent.counters.snapshot(),
                     )
                 )
-            while self._pending:
-                batch: list[agent_pb2.AgentEvent] = []
+            batch: list[agent_pb2.AgentEvent] = []
+            with self._changed:
+                if not self._pending:
+                    self._changed.wait(max(0.0, (next_beat - boottime_ns()) / NS))
                 while self._pending and len(batch) < MAX_EVENTS_A_MESSAGE:
                     batch.append(self._pending.popleft())
+            if batch:
                 yield agent_pb2.ConnectRequest(events=agent_pb2.AgentEvents(events=batch))
-            self._news.clear()
-            if self._pending:
-                continue
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(max(0.0, (next_beat - boottime_ns()) / NS)):
-                    await self._news.wait()
+
+
+class _Conversation:
+    """The state of one stream."""
+
+    def __init__(self, hello: agent_pb2.AgentHello) -> None:
+        self.hello = hello
+        self.call: Any = None
+        self.over = threading.Event()
+        self.generation = 0
+        self.heartbeat_ns = NS
+        self.silence_ns = 0
+        self.heard_ns = boottime_ns()
+
+    def silent(self, now: int) -> bool:
+        """Whether the control plane, which answers every heartbeat, has not been heard too long."""
+        return self.silence_ns > 0 and now - self.heard_ns > self.silence_ns + self.heartbeat_ns
+
+    def cancel(self) -> None:
+        """Ends the stream from this side."""
+        if self.call is not None:
+            self.call.cancel()

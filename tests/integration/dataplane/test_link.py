@@ -1,0 +1,242 @@
+"""The control link over a real gRPC stream: introduction, reconnection, refusal, wake-ups."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+import grpc
+import pytest
+
+from kvshuttle.dataplane.clock import boottime_ns
+from kvshuttle.dataplane.config import AgentConfig
+from kvshuttle.dataplane.link import ControlLink
+from kvshuttle.dataplane.scheduler import FinishedRequest, SchedulerAgent
+from kvshuttle.v1 import agent_service_pb2 as agent_pb2
+from kvshuttle.v1 import types_pb2
+from tests.integration.dataplane.scripted_control_plane import ScriptedControlPlane, Stream
+from tests.unit.dataplane.fakes import FakePool
+
+
+class Engine:
+    """A scheduler thread that sleeps until it is woken, as an idle engine does."""
+
+    def __init__(self, port: int) -> None:
+        config = AgentConfig.parse(
+            {
+                "control_plane": f"127.0.0.1:{port}",
+                "worker_id": "w",
+                "role": "decode",
+                "url": "http://127.0.0.1:1",
+                "insecure": True,
+            }
+        )
+        self._woken = threading.Event()
+        self._calls: list[Callable[[], None]] = []
+        self._stopping = False
+        self.wakes = 0
+        self.pool = FakePool()
+        self.link = ControlLink(config, [], self._hello, self._wake)
+        self.agent = SchedulerAgent(
+            self.pool,
+            self.link,
+            boottime_ns,
+            block_size=32,
+            worker_id="w",
+            counts=lambda: (0, 0),
+        )
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+        self.link.start(self.agent)
+
+    def _hello(self) -> agent_pb2.AgentHello:
+        return agent_pb2.AgentHello(
+            worker_id="w",
+            boot_id="boot-1",
+            highest_epoch=self.agent.highest_epoch,
+            lineage_id=self.agent.lineage,
+            replicas=self.agent.source.inventory(),
+        )
+
+    def _wake(self) -> None:
+        self.wakes += 1
+        self._woken.set()
+
+    def _run(self) -> None:
+        while not self._stopping:
+            self._woken.wait()
+            self._woken.clear()
+            while self._calls:
+                self._calls.pop(0)()
+            self.agent.drain()
+            self.link.set_deadline(self.agent.next_deadline())
+
+    def on_scheduler_thread(self, call: Callable[[], None]) -> None:
+        self._calls.append(call)
+        self._woken.set()
+
+    def close(self) -> None:
+        self.link.shutdown()
+        self._stopping = True
+        self._woken.set()
+        self._thread.join(5)
+
+
+@pytest.fixture
+def control_plane() -> Iterator[ScriptedControlPlane]:
+    server = ScriptedControlPlane()
+    yield server
+    server.stop()
+
+
+@pytest.fixture
+def engine(control_plane: ScriptedControlPlane) -> Iterator[Engine]:
+    engine = Engine(control_plane.port)
+    yield engine
+    engine.close()
+
+
+def opened(control_plane: ScriptedControlPlane) -> Stream:
+    return control_plane.streams.get(timeout=20)
+
+
+def offer(engine: Engine, retention_s: float = 60) -> None:
+    expect = agent_pb2.ExpectTurn(
+        turn_token="t", tenant="a", session_id="s", leg=types_pb2.LEG_DECODE
+    )
+    expect.retention.FromMilliseconds(int(retention_s * 1000))
+
+    def call() -> None:
+        engine.agent._expect(expect)
+        ids = (1, 2, 3)
+        engine.pool.touch(ids)
+        hashes = (b"a" * 32, b"b" * 32, b"c" * 32)
+        engine.agent.finished(
+            ("t", types_pb2.LEG_DECODE), FinishedRequest("r", hashes, ids, 100, False)
+        )
+        engine.pool.free(ids)
+
+    engine.on_scheduler_thread(call)
+
+
+def test_an_idle_engine_obeys_at_once(control_plane: ScriptedControlPlane, engine: Engine) -> None:
+    stream = opened(control_plane)
+    stream.welcome()
+    offer(engine)
+    offered = stream.next_event("offered")
+    assert offered.num_blocks == 3
+    harden = agent_pb2.Harden(
+        lease_id="l1",
+        version=1,
+        tenant="a",
+        session_id="s",
+        head_hash=offered.head_hash,
+        range=types_pb2.BlockRange(end=3),
+    )
+    harden.ttl.FromSeconds(30)
+    stream.command(harden=harden)
+    assert list(stream.next_event("hardened").blocks.block_ids) == [1, 2, 3]
+
+
+def test_heartbeats_carry_the_pool_and_a_moving_clock(
+    control_plane: ScriptedControlPlane, engine: Engine
+) -> None:
+    stream = opened(control_plane)
+    stream.welcome()
+    first, second = stream.next("heartbeat"), stream.next("heartbeat")
+    assert second.clock > first.clock
+    assert first.pool.total_blocks == 100
+
+
+def test_a_new_stream_starts_with_the_whole_inventory(
+    control_plane: ScriptedControlPlane, engine: Engine
+) -> None:
+    stream = opened(control_plane)
+    stream.welcome(epoch=7)
+    offer(engine)
+    stream.next_event("offered")
+    stream.close()
+    again = opened(control_plane)
+    hello = again.welcome(epoch=8)
+    assert [r.num_blocks for r in hello.replicas] == [3]
+    assert (hello.highest_epoch, hello.lineage_id) == (7, "L")
+    assert hello.boot_id == "boot-1"
+
+
+def test_it_comes_back_when_the_control_plane_does() -> None:
+    server = ScriptedControlPlane()
+    port = server.port
+    mine = Engine(port)
+    try:
+        opened(server).welcome()
+        server.stop()
+        server = ScriptedControlPlane(port)
+        opened(server).welcome()
+    finally:
+        mine.close()
+        server.stop()
+
+
+def test_what_happened_while_the_stream_was_down_is_told_later() -> None:
+    server = ScriptedControlPlane()
+    mine = Engine(server.port)
+    try:
+        opened(server).welcome()
+        server.stop()
+        offer(mine)
+        server = ScriptedControlPlane(server.port)
+        stream = opened(server)
+        stream.welcome()
+        assert stream.next_event("offered").num_blocks == 3
+    finally:
+        mine.close()
+        server.stop()
+
+
+def test_a_hold_ends_at_its_deadline_without_a_control_plane(
+    control_plane: ScriptedControlPlane, engine: Engine
+) -> None:
+    stream = opened(control_plane)
+    stream.welcome()
+    offer(engine, retention_s=0.3)
+    assert stream.next_event("replica_changed").reason == "EXPIRED"
+    assert engine.agent.pool_stats().holds == 0
+
+
+def test_an_idle_engine_is_not_woken(control_plane: ScriptedControlPlane, engine: Engine) -> None:
+    stream = opened(control_plane)
+    stream.welcome(heartbeat_s=0.05)
+    offer(engine)
+    stream.next_event("offered")
+    before = engine.wakes
+    for _ in range(10):
+        stream.next("heartbeat")
+    assert engine.wakes == before
+
+
+def test_a_refused_agent_keeps_trying_and_is_not_connected() -> None:
+    server = ScriptedControlPlane()
+    server.refuse = (grpc.StatusCode.FAILED_PRECONDITION, "block_size: ours 32, theirs 16")
+    mine = Engine(server.port)
+    try:
+        assert server.refused.wait(20)
+        assert not mine.link.connected
+        server.refuse = None
+        opened(server).welcome()
+    finally:
+        mine.close()
+        server.stop()
+
+
+def test_after_a_fence_it_does_not_come_back(
+    control_plane: ScriptedControlPlane, engine: Engine
+) -> None:
+    stream = opened(control_plane)
+    stream.welcome()
+    stream.command(fenced=agent_pb2.Fenced(reason="OPERATOR"))
+    while not engine.agent.fenced:
+        stream.next("heartbeat")
+    stream.close()
+    engine.link._threads[0].join(10)
+    assert not engine.link._threads[0].is_alive()
+    assert control_plane.streams.empty()
