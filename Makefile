@@ -1,0 +1,77 @@
+# Everything is installed into .venv, by pinned lists; nothing else on the machine is touched.
+# .venv is made again when it is deleted, and brought up to date when a list changes.
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+MODELS := .models
+
+# Arguments for the demo and for pytest: make demo ARGS="--turns 3", make test-fast ARGS="-k lease"
+ARGS ?=
+
+.PHONY: help
+help: ## this list
+	@echo "kvshuttle: moves an LLM's KV cache both ways between prefill and decode engines"
+	@echo
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+
+# ---------------------------------------------------------------------------------- set-up
+
+$(BIN)/python:
+	@if [ -z "$(PYTHON)" ] || ! "$(PYTHON)" -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))'; then \
+	  echo "kvshuttle needs Python 3.11 with venv; set PYTHON=/path/to/python3.11" >&2; exit 1; fi
+	@echo "Setting up $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.dev: requirements/dev.txt pyproject.toml scripts/install.py | $(BIN)/python
+	@$(BIN)/python scripts/install.py requirements/dev.txt
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
+	  --no-deps --no-build-isolation --editable .
+	@touch $@
+
+$(VENV)/.cpu: requirements/cpu.txt $(VENV)/.dev
+	@$(BIN)/python scripts/install.py requirements/cpu.txt
+	@touch $@
+
+.PHONY: venv venv-cpu model
+venv: $(VENV)/.dev ## .venv for all but the engines
+venv-cpu: $(VENV)/.cpu ## .venv with vLLM and NIXL for machines without a GPU
+
+$(MODELS)/%/kvshuttle-model.json: scripts/make_model.py $(VENV)/.cpu
+	@echo "Preparing the model $*"
+	@$(BIN)/python scripts/make_model.py $* --out $(MODELS)/$*
+	@touch $@
+
+model: $(MODELS)/smollm2/kvshuttle-model.json $(MODELS)/tiny/kvshuttle-model.json ## the models that are served
+
+# ------------------------------------------------------------------------------------- use
+
+.PHONY: demo
+demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engines, turn by turn
+	@$(BIN)/python -m kvshuttle.demo --model $(MODELS)/smollm2 $(ARGS)
+
+# ----------------------------------------------------------------------------------- tests
+
+.PHONY: test test-fast lint proto bench-idle clean
+test: model lint ## lint and all tests, those on real engines too
+	@$(BIN)/python -m pytest tests --durations=15 $(ARGS)
+
+test-fast: lint ## lint and the tests that need no engine
+	@$(BIN)/python -m pytest tests -m "not engines" --durations=5 $(ARGS)
+
+lint: $(VENV)/.dev ## style, types, layers, the API's rules, the stubs
+	@VENV=$(VENV) scripts/lint.sh
+
+proto: $(VENV)/.dev ## generates the Python stubs from proto/
+	@VENV=$(VENV) scripts/proto.sh
+
+bench-idle: model ## what an idle engine that holds ten sessions costs
+	@$(BIN)/python -m benchmarks.idle_cpu --model $(MODELS)/tiny $(ARGS)
+
+clean: ## removes .venv, the models and all caches
+	rm -rf $(VENV) $(MODELS) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
