@@ -1,0 +1,1 @@
+"""What tests share: conversations and their comparison, checks for what was left behind."""
