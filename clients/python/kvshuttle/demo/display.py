@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from rich import box
 from rich.console import Console, Group
 from rich.live import Live
-from rich.padding import Padding
 from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
@@ -44,7 +43,7 @@ def make_console() -> Console:
 def title(console: Console) -> None:
     """Says what will be shown."""
     console.print()
-    console.print(Text("kvshuttle", style="bold cyan") + Text("  one conversation, two engines"))
+    console.print(Text.assemble(("kvshuttle", "bold cyan"), "  one conversation, two engines"))
     console.print(
         "Each turn resends the whole conversation. Prefill has none of it cached: with the return\n"
         "it reads from decode what decode still holds, and computes the new tokens only.",
@@ -153,32 +152,41 @@ class TurnTable:
     def add(self, result: TurnResult) -> None:
         """One more turn."""
         self._results.append(result)
-        self._console.print(
-            Text(f"you   {result.question}", style="bold", overflow="ellipsis", no_wrap=True)
-        )
-        answer = " ".join(result.text.split())
-        self._console.print(Text(f"model {answer}", overflow="ellipsis", no_wrap=True))
+        talk = Table.grid(padding=(0, 1))
+        talk.add_column(style="dim")
+        talk.add_column()
+        talk.add_row("you", Text(f"… {result.question}", style="bold"))
+        talk.add_row("model", " ".join(result.text.split()))
         for difference in result.differences:
-            self._console.print(Padding(Text(difference, style="red"), (0, 0, 0, 6)))
+            talk.add_row("", Text(difference, style="red"))
+        self._console.print(talk)
         self._console.print()
 
     def _live_view(self) -> Group:
         parts: list[Table | Spinner] = [self.table(self._results)]
         if len(self._results) < self._turns:
-            self._spinner.update(text=f" turn {len(self._results) + 1} of {self._turns}")
+            self._spinner.update(text=f"turn {len(self._results) + 1} of {self._turns}")
             parts.append(self._spinner)
         return Group(*parts)
 
     @staticmethod
     def table(results: Sequence[TurnResult]) -> Table:
         """Turn by turn."""
-        table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), header_style="bold")
-        for header in ("turn", "prompt", "returned", "recomputed", "bytes back"):
-            table.add_column(header, justify="right")
-        table.add_column("first token\nwith return", justify="right")
-        table.add_column("first token\nwithout", justify="right")
-        table.add_column("with /\nwithout", justify="right")
-        table.add_column("as plain\nvLLM", justify="center")
+        table = Table(
+            box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold"
+        )
+        for header in (
+            "turn",
+            "prompt\ntokens",
+            "\nreturned",
+            "\nrecomputed",
+            "bytes\nreturned",
+            "first token\nwith return",
+            "first token\nwithout it",
+            "with /\nwithout",
+            "same as\nplain",
+        ):
+            table.add_column(header, justify="right", no_wrap=True, vertical="bottom")
         for r in results:
             table.add_row(
                 str(r.turn),
@@ -206,11 +214,11 @@ def verdict(console: Console, summary: dict[str, object], problems: Sequence[str
             console.print(Text(f"  {problem}", style="red"))
         return
     console.print(
-        Text("✓ ", style="green")
-        + Text(
-            f"Every answer is the plain engine's. Median from turn 2 on: "
-            f"{summary['returned_tokens']:,} tokens came back, "
-            f"{summary['recomputed_tokens']:,} were computed."
+        Text.assemble(
+            ("✓ ", "bold green"),
+            "Every answer is the plain engine's. A turn in the middle: ",
+            (f"{summary['returned_tokens']:,} tokens returned", "cyan"),
+            f", {summary['recomputed_tokens']:,} computed.",
         )
     )
 
