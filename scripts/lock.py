@@ -71,7 +71,9 @@ def main() -> int:
     for name, names in parts.items():
         lines = sorted((installed[n] for n in names), key=str.lower)
         path = ROOT / "requirements" / f"{name}.txt"
-        path.write_text(HEADERS[name] + "\n".join(lines) + "\n")
+        text = HEADERS[name] + "\n".join(lines) + "\n"
+        if not path.exists() or path.read_text() != text:  # make installs what has a new date
+            path.write_text(text)
         print(f"{path.relative_to(ROOT)}: {len(lines)} packages")
     return 0
 

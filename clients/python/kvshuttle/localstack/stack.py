@@ -39,8 +39,7 @@ class Stack:
             self.processes.append(process)
             self._on_progress(process, "starting")
             process.start()
-        waiting = list(processes)
-        failures: list[ProcessError] = []
+                failures: list[ProcessError] = []
 
         def wait(process: ManagedProcess) -> None:
             try:
@@ -53,9 +52,9 @@ class Stack:
         ]
         for thread in threads:
             thread.start()
-        shown: dict[str, str] = {}
+        shown = {process.name: "starting" for process in processes}
         while any(thread.is_alive() for thread in threads) and not failures:
-            for process, thread in zip(waiting, threads, strict=True):
+            for process, thread in zip(processes, threads, strict=True):
                 phase = _phase(process) if thread.is_alive() else "ready"
                 if shown.get(process.name) != phase:
                     shown[process.name] = phase
@@ -63,7 +62,7 @@ class Stack:
             time.sleep(POLL_S)
         if failures:
             raise failures[0]
-        for process in waiting:
+        for process in processes:
             if shown.get(process.name) != "ready":
                 self._on_progress(process, "ready")
 

@@ -14,6 +14,7 @@ from kvshuttle.v1 import (
     lease_service_pb2_grpc,
     session_service_pb2,
     session_service_pb2_grpc,
+    types_pb2,
 )
 
 if TYPE_CHECKING:
@@ -132,6 +133,13 @@ class ControlPlaneView:
             session_id=session_id, request_id=uuid.uuid4().hex
         )
         self._sessions.EndSession(request, timeout=TIMEOUT_S, wait_for_ready=True)
+
+    def fence(self, worker: types_pb2.WorkerRef, attestation: str) -> None:
+        """Attests that a boot of a worker is dead."""
+        request = cluster_service_pb2.FenceWorkerRequest(
+            worker=worker, attestation=attestation, request_id=uuid.uuid4().hex
+        )
+        self._cluster.FenceWorker(request, timeout=TIMEOUT_S, wait_for_ready=True)
 
     def end_all_sessions(self) -> None:
         """Ends every session that is active."""
