@@ -39,7 +39,7 @@ class Stack:
             self.processes.append(process)
             self._on_progress(process, "starting")
             process.start()
-                failures: list[ProcessError] = []
+        failures: list[ProcessError] = []
 
         def wait(process: ManagedProcess) -> None:
             try:
@@ -48,7 +48,7 @@ class Stack:
                 failures.append(error)
 
         threads = [
-            threading.Thread(target=wait, args=(process,), daemon=True) for process in waiting
+            threading.Thread(target=wait, args=(process,), daemon=True) for process in processes
         ]
         for thread in threads:
             thread.start()
