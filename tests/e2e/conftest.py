@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import httpx
 import pytest
 
 from kvshuttle.localstack import (
@@ -19,12 +23,15 @@ from kvshuttle.localstack import (
     engine_cpus,
     kvshuttle_transfer,
 )
+from kvshuttle.localstack.metrics import EXTERNAL_HITS
 from tests.support.conversation import Oracle
 from tests.support.leaks import assert_nothing_leaked, free_blocks
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / ".models" / "tiny"
 PREFILL, DECODE = "prefill-0", "decode-0"
+# 12,800 tokens: three prompts of the greatest length, so that memory can be made short.
+POOL_BLOCKS = 400
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -55,10 +62,62 @@ class Cluster:
     client: ChatClient
     # Free blocks by worker when nothing is held.
     baseline: dict[str, int]
+    logs: Path
 
     def assert_nothing_leaked(self) -> None:
         """Ends all sessions and waits until nothing is held."""
         assert_nothing_leaked(self.view, self.baseline)
+
+    def forget_prefill(self) -> None:
+        """Empties prefill's own cache, as an eviction would; waits until nothing is held there."""
+        deadline = time.monotonic() + 20
+        while True:
+            response = httpx.post(f"{self.prefill.url}/reset_prefix_cache", timeout=10)
+            # vLLM answers 200 either way; what was cached shows whether it could.
+            if response.status_code == 200 and not self.held(PREFILL):
+                httpx.post(f"{self.prefill.url}/reset_prefix_cache", timeout=10)
+                return
+            assert time.monotonic() < deadline, "prefill still holds blocks"
+            time.sleep(0.1)
+
+    def held(self, worker_id: str) -> int:
+        """Held blocks, as of the last heartbeat."""
+        return self.view.workers()[worker_id].pool.held_blocks
+
+    def wait_offered(self, session: str, tokens: int = 1) -> None:
+        """Waits until decode has offered so much of a session."""
+        deadline = time.monotonic() + 20
+        while True:
+            best = max(
+                (
+                    r.num_tokens
+                    for r in self.view.session(session).replicas
+                    if r.worker.worker_id == DECODE
+                ),
+                default=0,
+            )
+            if best >= tokens:
+                return
+            assert time.monotonic() < deadline, f"{session}: {best} tokens offered, not {tokens}"
+            time.sleep(0.05)
+
+    def returned_tokens(self) -> int:
+        """vLLM's own count of the tokens that prefill did not compute because they were moved."""
+        return int(self.prefill.metrics().total(EXTERNAL_HITS))
+
+    @contextlib.contextmanager
+    def faults(self, worker_id: str, **planted: object) -> Iterator[None]:
+        """Plants faults in a worker's transfers."""
+        path = self.logs / f"{worker_id}.faults.json"
+        path.write_text(json.dumps(planted))
+        try:
+            yield
+        finally:
+            path.unlink()
+
+    def fence(self, worker_id: str) -> None:
+        """Attests that the worker's last boot is dead."""
+        self.view.fence(self.view.workers()[worker_id].ref, "killed by a test")
 
     def restart_worker(self, engine: Engine) -> None:
         """Starts a killed engine again, and waits for its agent to be registered and empty."""
@@ -78,15 +137,24 @@ def engines(logs: Path) -> Iterator[tuple[Stack, ControlPlane, Engine, Engine, E
     assert (TINY / "config.json").exists(), "no model: run `make model`"
     cpus = engine_cpus()
     with Stack() as stack:
-        control_plane = ControlPlane(directory=logs)
+        # On disk, so that it can be stopped and started between turns.
+        control_plane = ControlPlane(
+            directory=logs, extra_args=["--store", str(logs / "controlplane.sqlite")]
+        )
         stack.start(control_plane)
         prefill, decode = (
             Engine(
                 engine_spec(
                     name,
                     cpu,
+                    num_blocks=POOL_BLOCKS,
+                    # For /reset_prefix_cache, the stand-in for an eviction.
+                    env={"VLLM_SERVER_DEV_MODE": "1"},
                     kv_transfer=kvshuttle_transfer(
-                        control_plane=control_plane.target, worker_id=name, role=role
+                        control_plane=control_plane.target,
+                        worker_id=name,
+                        role=role,
+                        extra={"fault_file": str(logs / f"{name}.faults.json")},
                     ),
                 ),
                 log_dir=logs,
@@ -114,7 +182,7 @@ def cluster(
     stack.start(gateway)
     with ControlPlaneView(control_plane.target) as view, ChatClient(gateway.url) as client:
         yield Cluster(
-            stack, control_plane, prefill, decode, gateway, view, client, free_blocks(view)
+            stack, control_plane, prefill, decode, gateway, view, client, free_blocks(view), logs
         )
 
 

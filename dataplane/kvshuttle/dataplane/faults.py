@@ -6,10 +6,12 @@ They exist so that the oracles can be shown to fail: an oracle that cannot fail 
 from __future__ import annotations
 
 import ctypes
+import json
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from kvshuttle.dataplane.log import get_logger
 
@@ -24,7 +26,7 @@ _log = get_logger("faults")
 
 @dataclass(frozen=True)
 class Faults:
-    """What goes wrong on purpose in this engine."""
+    """What goes wrong on purpose in this engine. Keys carry the prefix ``fault_``."""
 
     corrupt_returned_block: bool = False
     """Overwrites the first block of every return after it was read and confirmed."""
@@ -35,28 +37,38 @@ class Faults:
     stall_reads: bool = False
     """Every read stays in flight for ever, as seen by the mover."""
 
+    file: str = ""
+    """JSON file with any of the others, read anew for every read while it exists."""
+
     @classmethod
-    def from_config(cls, extra: Mapping[str, object]) -> Faults:
-        """Reads the ``fault_*`` keys of the connector's extra configuration."""
-        faults = cls(
-            corrupt_returned_block=bool(extra.get("fault_corrupt_returned_block", False)),
-            delay_read_s=float(str(extra.get("fault_delay_read_s", 0.0))),
-            stall_reads=bool(extra.get("fault_stall_reads", False)),
-        )
+    def from_config(cls, extra: Mapping[str, Any]) -> Faults:
+        """Reads the ``fault_*`` keys; raises ``TypeError`` for an unknown one."""
+        planted = {
+            key.removeprefix("fault_"): value
+            for key, value in extra.items()
+            if key.startswith("fault_")
+        }
+        faults = cls(**planted)
         if faults != cls():
             _log.warning("faults_planted", faults=str(faults))
         return faults
+
+    def now(self) -> Faults:
+        """These faults, with those of the file."""
+        if not self.file:
+            return self
+        try:
+            found = json.loads(Path(self.file).read_text())
+        except (OSError, ValueError):
+            return self
+        names = {f.name for f in fields(self)}
+        return Faults(**{k: v for k, v in found.items() if k in names})
 
     def before_read(self, order: Read) -> None:
         """Called just before a read is posted."""
         if self.delay_read_s:
             _log.warning("fault_delay", lease=order.lease_id, seconds=self.delay_read_s)
             time.sleep(self.delay_read_s)
-
-    def stalls(self, order: Read) -> bool:
-        """Whether the read must look unfinished."""
-        del order
-        return self.stall_reads
 
     def after_read(self, order: Read, regions: list[LocalRegion]) -> None:
         """Called when a read is about to be published."""

@@ -70,6 +70,7 @@ class _ReadState:
     handle: ReadHandle
     posted_ns: int
     deadline_ns: int
+    faults: Faults
     phase: _Phase = _Phase.POSTED
     completed_ns: int = 0
     bytes_moved: int = 0
@@ -273,7 +274,8 @@ class Mover:
     # Reading.
 
     def _start_read(self, order: m.Read) -> None:
-        self._faults.before_read(order)
+        faults = self._faults.now()
+        faults.before_read(order)
         now = self._clock()
         reason = ""
         peer = self._peers.get((order.worker_id, order.incarnation))
@@ -296,7 +298,9 @@ class Mover:
             self._report(order.request_id, failed=True)
             self._send(m.ReadEnded(order.request_id, order.lease_id, False, reason, 0, 0))
             return
-        self._reads[order.request_id] = _ReadState(order, peer, handle, now, order.deadline_ns)
+        self._reads[order.request_id] = _ReadState(
+            order, peer, handle, now, order.deadline_ns, faults
+        )
 
     def _progress(self, state: _ReadState, now: int) -> bool:
         """Moves one read on. True: something happened."""
@@ -312,7 +316,7 @@ class Mover:
                 return True
             return False
         status = self._transport.state(state.handle)
-        if self._faults.stalls(state.order):
+        if state.faults.stall_reads:
             status = "PROC"
         if status == "DONE":
             # After completion, not before: a process that was paused must see its own lateness.
@@ -342,7 +346,7 @@ class Mover:
     def _finish(self, state: _ReadState, reason: str) -> None:
         """The read is over, well or not: tell vLLM, let NIXL go, tell the scheduler side."""
         if not reason:
-            self._faults.after_read(state.order, self._regions)
+            state.faults.after_read(state.order, self._regions)
         self._report(state.order.request_id, failed=bool(reason))
         if self._transport.release(state.handle):
             self._end(state, published=not reason, reason=reason)
@@ -363,7 +367,7 @@ class Mover:
             return False
         # Cancelling a READ in flight may be refused: then it may still write, and we ask again.
         state.next_release_ns = now + NS // 10
-        if self._faults.stalls(state.order) or not self._transport.release(state.handle):
+        if state.faults.stall_reads or not self._transport.release(state.handle):
             return False
         self._end(state, published=False, reason=state.given_up)
         return True
