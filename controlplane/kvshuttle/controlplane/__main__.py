@@ -1,0 +1,69 @@
+"""`kvshuttle-controlplane`, and `python -m kvshuttle.controlplane`."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from typing import TYPE_CHECKING
+
+import structlog
+import uvloop
+
+from kvshuttle.controlplane import logs, settings
+from kvshuttle.controlplane.server import Server
+from kvshuttle.controlplane.settings import SettingsError
+from kvshuttle.controlplane.store import StoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["main"]
+
+log = structlog.get_logger("kvshuttle.controlplane")
+
+
+async def serve(options: settings.Settings) -> int:
+    """Serves until a signal or the store's failure. Returns the exit status."""
+    server = Server(options)
+    loop = asyncio.get_running_loop()
+    stop: asyncio.Future[str] = loop.create_future()
+
+    def asked(name: str) -> None:
+        if not stop.done():
+            stop.set_result(name)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, asked, number.name)
+    try:
+        try:
+            await server.start()
+        except (StoreError, SettingsError) as error:
+            log.error("cannot_start", error=str(error))
+            return 1
+        failed = asyncio.create_task(server.failed())
+        await asyncio.wait((stop, failed), return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            log.error("store_failed", error=str(failed.result()))
+            return 1
+        failed.cancel()
+        log.info("stopping", signal=stop.result())
+        return 0
+    finally:
+        await server.stop()
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command. Exits 0 after a signal, 1 when it cannot go on, 2 for wrong settings."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        options = settings.load(arguments)
+    except SettingsError as error:
+        sys.stderr.write(f"kvshuttle-controlplane: {error}\n")
+        sys.exit(2)
+    logs.set_up(options.log_format, options.log_level)
+    sys.exit(uvloop.run(serve(options)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,379 @@
+"""Events about leases: what makes, grants, stops and ends them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvshuttle.controlplane.model.commands import (
+    Extend,
+    Grant,
+    Harden,
+    ReaderStopped,
+    Revoke,
+)
+from kvshuttle.controlplane.model.errors import (
+    LeaseEndedError,
+    LeaseNotGrantedError,
+    NotFoundError,
+)
+from kvshuttle.controlplane.model.lease import Lease
+from kvshuttle.controlplane.model.state import Due
+from kvshuttle.controlplane.model.terms import (
+    BlockRange,
+    Direction,
+    LeaseState,
+    TransferOutcome,
+    WorkerRef,
+)
+
+if TYPE_CHECKING:
+    from kvshuttle.controlplane.model.replica import Replica
+    from kvshuttle.controlplane.model.reports import Descriptors, StopReport
+    from kvshuttle.controlplane.model.terms import SessionKey
+    from kvshuttle.controlplane.model.work import Work
+    from kvshuttle.controlplane.model.worker import Worker
+
+__all__ = [
+    "active",
+    "due",
+    "extended",
+    "fail",
+    "forget",
+    "hardened",
+    "make",
+    "reader_gone",
+    "reader_is_stopped",
+    "refused",
+    "renew",
+    "revoke",
+    "source_released",
+    "stop",
+    "stopped",
+]
+
+
+def make(
+    w: Work,
+    key: SessionKey,
+    turn: int,
+    turn_token: str,
+    direction: Direction,
+    replica: Replica,
+    destination: Worker,
+) -> Lease:
+    """A new lease, PENDING, over the whole replica; its source is asked to hold it."""
+    w.state.lease_seq += 1
+    lease = Lease(
+        # The epoch is never used twice, so neither is the id.
+        lease_id=f"lease-{w.state.epoch}-{w.state.lease_seq}",
+        seq=w.state.lease_seq,
+        key=key,
+        turn=turn,
+        turn_token=turn_token,
+        direction=direction,
+        source=replica.worker,
+        destination=destination.ref,
+        epoch=w.state.epoch,
+        ttl_ns=w.limits.lease_ttl_ns,
+        create_ns=w.now_ns,
+        ask_head=replica.head_hash,
+        ask_range=BlockRange(0, replica.num_blocks),
+    )
+    w.put_lease(lease)
+    w.state.agenda.add(w.now_ns + w.limits.guard_ns, Due.LEASE, lease.lease_id)
+    w.command(
+        lease.source,
+        Harden(
+            lease.lease_id,
+            lease.version,
+            key,
+            lease.ask_head,
+            lease.ask_range,
+            lease.ttl_ns,
+            w.limits.guard_ns,
+            lease.destination,
+        ),
+    )
+    w.fact(
+        "lease_made",
+        lease_id=lease.lease_id,
+        direction=direction.name,
+        tenant=key.tenant,
+        session_id=key.session_id,
+        turn=turn,
+        source=lease.source.worker_id,
+        destination=lease.destination.worker_id,
+        blocks=replica.num_blocks,
+    )
+    return lease
+
+
+def hardened(w: Work, ref: WorkerRef, lease_id: str, version: int, blocks: Descriptors) -> None:
+    """The source holds the range: grant, but only within the guard of having asked (its hold may
+    end sooner than the destination would believe), in the same epoch, and to a live boot."""
+    lease = w.state.leases.get(lease_id)
+    if lease is None or lease.source != ref or lease.state is not LeaseState.PENDING:
+        return  # ended meanwhile: its end has released the source, or a deadline will
+    if version != lease.version:
+        return
+    if lease.epoch != w.state.epoch:
+        fail(w, lease, "STALE_EPOCH")
+        return
+    if w.now_ns - lease.create_ns > w.limits.guard_ns:
+        fail(w, lease, "HARDENED_TOO_LATE")
+        return
+    destination = w.worker(lease.destination)
+    if destination is None or not destination.connected:
+        fail(w, lease, "DESTINATION_LOST")
+        return
+    if blocks.range.length <= 0:
+        fail(w, lease, "REPLICA_GONE")
+        return
+    lease = lease.granted(blocks.range, blocks.head_hash, w.now_ns)
+    w.put_lease(lease)
+    w.state.agenda.add(lease.deadline_ns, Due.LEASE, lease_id)
+    w.command(
+        lease.destination,
+        Grant(
+            lease_id,
+            lease.version,
+            lease.turn_token,
+            lease.direction,
+            lease.source,
+            blocks,
+            lease.ttl_ns,
+            destination.clock,
+        ),
+    )
+    w.fact(
+        "lease_granted",
+        lease_id=lease_id,
+        direction=lease.direction.name,
+        blocks=blocks.range.length,
+        wait_ns=w.now_ns - lease.create_ns,
+    )
+
+
+def reader_is_stopped(w: Work, lease: Lease) -> None:
+    """Nobody reads under this lease any more, and the source may know it. Only for a lease that
+    has ended in the books."""
+    if lease.reader_stopped:
+        return
+    lease = lease.with_reader_stopped()
+    w.put_lease(lease)
+    w.command(lease.source, ReaderStopped(lease.lease_id, lease.version))
+
+
+def reader_gone(w: Work, lease: Lease, state: LeaseState, reason: str) -> None:
+    """The destination is known not to read: fenced, or back without knowing of the lease."""
+    if lease.open:
+        lease = lease.ended(state, reason, w.now_ns)
+        w.put_lease(lease)
+    reader_is_stopped(w, lease)
+
+
+def _end(w: Work, lease: Lease, state: LeaseState, reason: str) -> Lease:
+    never_granted = lease.state is LeaseState.PENDING
+    lease = lease.ended(state, reason, w.now_ns)
+    w.put_lease(lease)
+    if never_granted:
+        # No grant was written for it and none will be, so no reader exists to wait for; the
+        # source reads this after the Harden, on the same stream.
+        reader_is_stopped(w, lease)
+    return w.state.leases[lease.lease_id]
+
+
+def stop(w: Work, lease: Lease, final: LeaseState, reason: str) -> None:
+    """Stops an open lease. A pending one ends at once. A granted one ends when its destination
+    has said so, or at its deadline: asking proves nothing about a reader."""
+    if lease.state is LeaseState.PENDING:
+        lease = _end(w, lease, final, reason)
+        w.command(lease.destination, Revoke(lease.lease_id, lease.version, reason))
+    elif lease.stop is None:
+        lease = lease.stopping(final, reason)
+        w.put_lease(lease, durable=False)
+        w.command(lease.destination, Revoke(lease.lease_id, lease.version, reason))
+
+
+def fail(w: Work, lease: Lease, reason: str) -> None:
+    """A side cannot: the destination's lookup stops waiting and its request computes."""
+    stop(w, lease, LeaseState.FAILED, reason)
+
+
+def refused(w: Work, ref: WorkerRef, lease_id: str, reason: str) -> None:
+    """The source refuses to harden, or the destination to read."""
+    lease = w.state.leases.get(lease_id)
+    if lease is None or not lease.open:
+        return
+    if ref == lease.source:
+        fail(w, lease, reason)
+    elif ref == lease.destination:
+        # It says that it has not read and will not.
+        lease = _end(w, lease, LeaseState.FAILED, reason)
+        reader_is_stopped(w, lease)
+
+
+def active(w: Work, ref: WorkerRef, lease_id: str) -> None:
+    """The destination posted its transfer. Not stored: it changes nothing that a restart would
+    have to know."""
+    lease = w.state.leases.get(lease_id)
+    if lease is not None and lease.destination == ref and lease.state is LeaseState.GRANTED:
+        w.put_lease(lease.active(), durable=False)
+
+
+def _final(lease: Lease, report: StopReport) -> tuple[LeaseState, str]:
+    asked = lease.stop
+    match report.outcome:
+        case TransferOutcome.PUBLISHED:
+            return LeaseState.COMPLETED, report.reason
+        case TransferOutcome.UNUSED if lease.state is LeaseState.PENDING:
+            return LeaseState.REVOKED, report.reason or "NOT_NEEDED"
+        case TransferOutcome.UNUSED if asked is None:
+            return LeaseState.COMPLETED, report.reason or "NOT_NEEDED"
+        case TransferOutcome.UNUSED | TransferOutcome.REVOKED:
+            if asked is not None:
+                return asked.final, asked.reason
+            return LeaseState.REVOKED, report.reason or "REVOKED"
+        case TransferOutcome.DISCARDED:
+            return LeaseState.FAILED, report.reason or "DISCARDED"
+        case TransferOutcome.FAILED:
+            return LeaseState.FAILED, report.reason or "TRANSFER_FAILED"
+
+
+def stopped(w: Work, ref: WorkerRef, lease_id: str, report: StopReport) -> None:
+    """The destination will not touch the source's memory under this lease any more: the one
+    ordinary way for the source's hold to end before its deadline."""
+    lease = w.state.leases.get(lease_id)
+    if lease is None or lease.destination != ref:
+        return
+    if lease.open:
+        state, reason = _final(lease, report)
+        if state is LeaseState.COMPLETED and lease.state is LeaseState.PENDING:
+            # It cannot have read what was never granted.
+            state, reason = LeaseState.FAILED, "STOPPED_BEFORE_GRANT"
+        lease = lease.ended(state, reason, w.now_ns, report.stats)
+        w.put_lease(lease)
+        w.fact(
+            "transfer",
+            lease_id=lease_id,
+            direction=lease.direction.name,
+            outcome=report.outcome.name,
+            reason=reason,
+            stats=report.stats,
+        )
+        if report.outcome is TransferOutcome.PUBLISHED:
+            w.planner.observe_transfer(
+                lease.source.worker_id,
+                lease.destination.worker_id,
+                report.stats.bytes,
+                report.stats.transfer_ns,
+            )
+    elif lease.stats is None:
+        lease = lease.with_stats(report.stats)
+        w.put_lease(lease)
+    reader_is_stopped(w, lease)
+
+
+def source_released(w: Work, ref: WorkerRef, lease_id: str, reason: str) -> None:
+    """The source let the range go. By READER_STOPPED that is expected; by its deadline the
+    destination's has passed before."""
+    lease = w.state.leases.get(lease_id)
+    if lease is None or lease.source != ref or reason != "DEADLINE":
+        return
+    if lease.state is LeaseState.PENDING:
+        stop(w, lease, LeaseState.FAILED, "SOURCE_RELEASED")
+    elif lease.open:
+        _end(w, lease, LeaseState.EXPIRED, "DEADLINE")
+
+
+def renew(w: Work, lease_id: str, ttl_ns: int) -> Lease:
+    """Starts an extension: the source first, so that it never lets go before the destination's
+    new deadline."""
+    lease = w.state.leases.get(lease_id)
+    if lease is None:
+        raise NotFoundError("lease", lease_id)
+    if not lease.open or lease.stop is not None:
+        raise LeaseEndedError(
+            f"lease {lease_id} is {lease.state.name} and cannot be renewed",
+            lease_id=lease_id,
+            state=lease.state.name,
+        )
+    if lease.state is LeaseState.PENDING:
+        raise LeaseNotGrantedError(f"lease {lease_id} is not granted yet", lease_id=lease_id)
+    if lease.renewal is not None:
+        return lease
+    ttl_ns = min(ttl_ns, w.limits.lease_ttl_max_ns)
+    left = lease.create_ns + w.limits.lease_lifetime_max_ns - w.now_ns
+    if left <= 0:
+        raise LeaseEndedError(f"lease {lease_id} has reached its longest life", lease_id=lease_id)
+    lease = lease.renewing(min(ttl_ns, left), w.now_ns)
+    w.put_lease(lease, durable=False)
+    assert lease.renewal is not None
+    w.command(
+        lease.source,
+        Extend(lease_id, lease.version, lease.renewal.ttl_ns, w.limits.guard_ns, 0, True),
+    )
+    return lease
+
+
+def extended(w: Work, ref: WorkerRef, lease_id: str, version: int, is_source: bool) -> None:
+    """A side obeyed an Extend: after the source comes the destination, within the guard and with
+    a fresh `as_of`."""
+    lease = w.state.leases.get(lease_id)
+    if lease is None or lease.renewal is None or lease.renewal.version != version:
+        return
+    if is_source and ref == lease.source and not lease.renewal.source_done:
+        destination = w.worker(lease.destination)
+        late = w.now_ns - lease.renewal.asked_ns > w.limits.guard_ns
+        if late or destination is None or not destination.connected:
+            w.put_lease(lease.renewal_over(), durable=False)
+            return
+        ttl_ns = lease.renewal.ttl_ns
+        lease = lease.renewed_at_source(w.now_ns)
+        w.put_lease(lease)
+        w.state.agenda.add(lease.deadline_ns, Due.LEASE, lease_id)
+        w.command(
+            lease.destination,
+            Extend(lease_id, lease.version, ttl_ns, w.limits.guard_ns, destination.clock, False),
+        )
+    elif (
+        not is_source
+        and ref == lease.destination
+        and lease.renewal is not None
+        and lease.renewal.source_done
+    ):
+        w.put_lease(lease.renewal_over())
+
+
+def revoke(w: Work, lease_id: str, reason: str) -> Lease:
+    """An operator stops a lease. Revoking an ended one changes nothing."""
+    lease = w.state.leases.get(lease_id)
+    if lease is None:
+        raise NotFoundError("lease", lease_id)
+    if lease.open:
+        stop(w, lease, LeaseState.REVOKED, reason or "OPERATOR")
+    return w.state.leases[lease_id]
+
+
+def due(w: Work, lease_id: str) -> None:
+    """A lease's moment has come: its guard, or its deadline."""
+    lease = w.state.leases.get(lease_id)
+    if lease is None or not lease.open:
+        return
+    if lease.state is LeaseState.PENDING:
+        if w.now_ns - lease.create_ns >= w.limits.guard_ns:
+            fail(w, lease, "HARDEN_TIMEOUT")
+    elif w.now_ns >= lease.deadline_ns:
+        # The destination counts from an earlier reading, so its own deadline has passed; but it
+        # may be paused inside a read, so the source keeps the range to its own.
+        if lease.stop is not None:
+            _end(w, lease, lease.stop.final, lease.stop.reason)
+        else:
+            _end(w, lease, LeaseState.EXPIRED, "DEADLINE")
+
+
+def forget(w: Work, lease_id: str) -> None:
+    """An ended lease was listed for long enough."""
+    lease = w.state.leases.get(lease_id)
+    if lease is not None and not lease.open:
+        w.drop_lease(lease)

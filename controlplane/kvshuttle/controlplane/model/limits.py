@@ -1,0 +1,104 @@
+"""The one place for limits and defaults, each with its reason. Times are in nanoseconds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+__all__ = ["MS", "SECOND", "Limits"]
+
+MS = 1_000_000
+SECOND = 1_000 * MS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Every number that the control plane goes by."""
+
+    # -- leases --------------------------------------------------------------------------------
+    lease_ttl_ns: int = 30 * SECOND
+    """A read takes milliseconds, but the prefill request that uses it may queue at its engine
+    first. 30 s covers a deep queue; a hold that nobody uses costs its blocks for as long."""
+    lease_ttl_max_ns: int = 600 * SECOND
+    """Cap of RenewLease: no lease pins memory for longer without being asked for again."""
+    lease_lifetime_max_ns: int = 3_600 * SECOND
+    """Absolute cap over all renewals, so that extensions over reconnects end."""
+    guard_ns: int = 5 * SECOND
+    """Longest time from asking the source to harden until the grant. The source keeps the range
+    for this much longer than the TTL; longer means memory, shorter means lost grants when an
+    engine's step is long (a harden waits for the running prefill step)."""
+    clock_drift_ppm: int = 200
+    """Bound on the rate difference of two machines' clocks; quartz is within 100 ppm each."""
+    ended_lease_kept_ns: int = 600 * SECOND
+    """How long an ended lease stays listed."""
+    ended_leases_max: int = 20_000
+    """At most this many ended leases stay listed; the oldest go first. Bounds memory and disk."""
+
+    # -- agents --------------------------------------------------------------------------------
+    heartbeat_ns: int = SECOND
+    """Also the age of a grant's `as_of`: what a grant loses of its TTL at most."""
+    silence_ns: int = 5 * SECOND
+    """Five heartbeats: one long engine step or a lost packet is not a loss."""
+    hello_wait_ns: int = 10 * SECOND
+    """A stream that does not say who it is in this time is ended."""
+    lost_worker_kept_ns: int = 3_600 * SECOND
+    """How long a lost or fenced worker stays listed."""
+    events_per_message: int = 1_000
+    commands_per_message: int = 1_000
+    """Both are in the API's text."""
+    command_queue_max: int = 20_000
+    """Commands waiting on one stream; a stream beyond it has stalled and is ended."""
+    agent_message_bytes: int = 32 << 20
+    """A hello carries NIXL metadata and the whole inventory."""
+
+    # -- turns and sessions --------------------------------------------------------------------
+    lookup_wait_ns: int = 300 * MS
+    """Longest time for which a lookup holds a request back, waiting for its grant: a harden and
+    a grant take some ms on idle engines and one step on a busy one."""
+    min_tokens: int = 64
+    """Fewer missing tokens than this are never loaded: a step costs more than it spares."""
+    turn_timeout_ns: int = 600 * SECOND
+    """A turn that nobody ends is abandoned after this: its gateway has died."""
+    retention_ns: int = 300 * SECOND
+    """How long decode holds what a turn leaves, without hints. Agents' tool calls and people's
+    answers mostly come within five minutes."""
+    retention_min_ns: int = 30 * SECOND
+    retention_max_ns: int = 3_600 * SECOND
+    """Clamp of what hints ask for."""
+    prefill_retention_ns: int = 10 * SECOND
+    """How long prefill holds what the forward lease is about to take."""
+    session_idle_ns: int = 24 * 3_600 * SECOND
+    """A session without a turn for a day is ended: its KV is long gone, only the row is left."""
+    ended_session_kept_ns: int = 600 * SECOND
+    """How long an ended session stays listed."""
+    ended_turns_kept: int = 4
+    """Ended turns that a session remembers, so that a late retry finds its turn."""
+    replicas_per_session: int = 32
+    """More branches than this on one worker: the shortest is released."""
+
+    # -- requests ------------------------------------------------------------------------------
+    session_id_chars: int = 256
+    request_id_chars: int = 128
+    worker_id_chars: int = 128
+    tenant_chars: int = 128
+    text_chars: int = 200
+    """Reasons and attestations."""
+    url_chars: int = 2_048
+    excluded_workers: int = 64
+    page_size_default: int = 100
+    page_size_max: int = 1_000
+    api_message_bytes: int = 1 << 20
+    """No request of a client carries more than some ids."""
+
+    # -- watches -------------------------------------------------------------------------------
+    watch_history: int = 65_536
+    """Changes kept for resuming."""
+    watch_buffer: int = 4_096
+    """Changes that wait for one slow reader; beyond it the reader gets a new snapshot."""
+    watch_progress_ns: int = 10 * SECOND
+    snapshot_piece: int = 500
+    """Objects in one message of a snapshot: well below the message size of any client."""
+
+    # -- housekeeping --------------------------------------------------------------------------
+    tick_ns: int = 100 * MS
+    due_per_tick: int = 1_000
+    """Deadlines handled in one tick: a burst of expirations must not hold up grants."""

@@ -1,0 +1,319 @@
+"""The one place where events meet state.
+
+Every event (a call, an agent's message, a tick) is a method that takes `now_ns`, changes the state
+and returns a `Decision`: an answer and effects. A method that raises a DomainError has changed
+nothing. Methods for agents' events do not raise: what does not fit (late, unknown, of another
+boot) is dropped, because an agent cannot do anything about it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from kvshuttle.controlplane.model import (
+    lease_events,
+    replica_events,
+    turn_events,
+    worker_events,
+)
+from kvshuttle.controlplane.model.effects import Decision
+from kvshuttle.controlplane.model.state import Due, Snapshot, State
+from kvshuttle.controlplane.model.terms import LeaseState, TurnOutcome, WorkerState
+from kvshuttle.controlplane.model.work import Work
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvshuttle.controlplane.model.lease import Lease
+    from kvshuttle.controlplane.model.limits import Limits
+    from kvshuttle.controlplane.model.reports import (
+        Descriptors,
+        Heartbeat,
+        Hello,
+        LegReport,
+        ReplicaReport,
+        StopReport,
+    )
+    from kvshuttle.controlplane.model.session import Session, Turn, Usage
+    from kvshuttle.controlplane.model.state import TurnName
+    from kvshuttle.controlplane.model.terms import Hints, ReplicaState, SessionKey, WorkerRef
+    from kvshuttle.controlplane.model.turn_events import BeginTurn
+    from kvshuttle.controlplane.model.worker import Worker
+    from kvshuttle.controlplane.model.worker_events import Welcome
+    from kvshuttle.controlplane.planner import Planner
+
+__all__ = ["AgentBatch", "Registry"]
+
+
+class Registry:
+    """State and events. Not thread-safe: one thread calls it."""
+
+    def __init__(
+        self, limits: Limits, planner: Planner, *, accept_lineage_change: bool = False
+    ) -> None:
+        self.limits = limits
+        self.planner = planner
+        self.accept_lineage_change = accept_lineage_change
+        self.state = State(epoch=0, lineage_id="")
+
+    def _work(self, now_ns: int) -> Work:
+        return Work(self.state, self.limits, self.planner, now_ns)
+
+    # -- start ---------------------------------------------------------------------------------
+    def start(self, now_ns: int, snapshot: Snapshot, lineage_id: str) -> Decision[None]:
+        """Takes up what a store remembers, in a new epoch. `lineage_id` names a store that is
+        new. Open leases of the epoch before end in the books; their sources keep to their own
+        deadlines, since what the destinations do is not known. Replicas come with the agents."""
+        self.state = state = State(
+            epoch=snapshot.epoch + 1,
+            lineage_id=snapshot.lineage_id or lineage_id,
+            last_incarnation=snapshot.last_incarnation,
+        )
+        w = self._work(now_ns)
+        w.put_term()
+        for worker in snapshot.workers:
+            state.last_incarnation = max(state.last_incarnation, worker.ref.incarnation)
+            state.workers[worker.ref.worker_id] = worker
+            state.agenda.add(
+                now_ns + self.limits.lost_worker_kept_ns, Due.WORKER_FORGET, worker.ref.worker_id
+            )
+        for session in snapshot.sessions:
+            state.sessions[session.key] = session
+            state.active_sessions += session.active
+            kept = (
+                self.limits.session_idle_ns if session.active else self.limits.ended_session_kept_ns
+            )
+            state.agenda.add(session.update_ns + kept, Due.SESSION, session.key)
+            for turn in session.running():
+                state.turns[turn.token] = (session.key, turn.number)
+                for placement in turn.placements():
+                    state.turns_on[placement.worker.worker_id] += 1
+                state.agenda.add(
+                    turn.begin_ns + self.limits.turn_timeout_ns,
+                    Due.TURN,
+                    (session.key, turn.number),
+                )
+        for lease in sorted(snapshot.leases, key=lambda lease: lease.order):
+            state.leases[lease.lease_id] = lease
+            if lease.open:
+                state.open_leases.add(lease.lease_id)
+                pending = lease.state is LeaseState.PENDING
+                final = LeaseState.REVOKED if pending else LeaseState.EXPIRED
+                ended = lease.ended(final, "EPOCH_CHANGED", now_ns)
+                # A grant leaves only after its record is durable, so there was none.
+                w.put_lease(ended.with_reader_stopped() if pending else ended)
+            else:
+                state.agenda.add(
+                    lease.end_ns + self.limits.ended_lease_kept_ns,
+                    Due.LEASE_FORGET,
+                    lease.lease_id,
+                )
+                if not lease.reader_stopped:
+                    for ref in (lease.source, lease.destination):
+                        state.leases_of[ref.worker_id].add(lease.lease_id)
+        w.fact(
+            "started",
+            epoch=state.epoch,
+            lineage_id=state.lineage_id,
+            sessions=len(state.sessions),
+            workers=len(state.workers),
+        )
+        return Decision(None, w.finish())
+
+    # -- sessions and turns --------------------------------------------------------------------
+    def begin_turn(self, now_ns: int, ask: BeginTurn) -> Decision[Turn]:
+        """NoWorkerError."""
+        w = self._work(now_ns)
+        return Decision(turn_events.begin(w, ask), w.finish())
+
+    def end_turn(
+        self,
+        now_ns: int,
+        key: SessionKey,
+        number: int,
+        outcome: TurnOutcome,
+        usage: Usage | None = None,
+        hints: Hints | None = None,
+    ) -> Decision[Turn]:
+        """NotFoundError."""
+        w = self._work(now_ns)
+        return Decision(turn_events.end(w, key, number, outcome, usage, hints), w.finish())
+
+    def update_session(self, now_ns: int, key: SessionKey, hints: Hints) -> Decision[Session]:
+        """NotFoundError, SessionEndedError."""
+        w = self._work(now_ns)
+        turn_events.update(w, key, hints)
+        effects = w.finish()
+        return Decision(self.state.sessions[key], effects)
+
+    def end_session(self, now_ns: int, key: SessionKey) -> Decision[Session]:
+        """NotFoundError."""
+        w = self._work(now_ns)
+        turn_events.end_session(w, key)
+        effects = w.finish()
+        return Decision(self.state.sessions[key], effects)
+
+    # -- leases --------------------------------------------------------------------------------
+    def renew(self, now_ns: int, lease_id: str, ttl_ns: int) -> Decision[Lease]:
+        """NotFoundError, LeaseEndedError, LeaseNotGrantedError."""
+        w = self._work(now_ns)
+        return Decision(lease_events.renew(w, lease_id, ttl_ns), w.finish())
+
+    def revoke(self, now_ns: int, lease_id: str, reason: str) -> Decision[Lease]:
+        """NotFoundError."""
+        w = self._work(now_ns)
+        return Decision(lease_events.revoke(w, lease_id, reason), w.finish())
+
+    # -- workers -------------------------------------------------------------------------------
+    def hello(self, now_ns: int, says: Hello) -> Decision[Welcome]:
+        """FingerprintMismatchError, BootConflictError, WorkerFencedError, LineageChangedError,
+        UnsupportedError."""
+        w = self._work(now_ns)
+        welcome = worker_events.hello(w, says, accept_lineage=self.accept_lineage_change)
+        return Decision(welcome, w.finish())
+
+    def stream_lost(
+        self, now_ns: int, ref: WorkerRef, generation: int, reason: str
+    ) -> Decision[None]:
+        """A stream ended, whoever ended it."""
+        w = self._work(now_ns)
+        worker_events.lost(w, ref, generation, reason)
+        return Decision(None, w.finish())
+
+    def drain(self, now_ns: int, worker_id: str, undo: bool) -> Decision[Worker]:
+        """NotFoundError."""
+        w = self._work(now_ns)
+        return Decision(worker_events.drain(w, worker_id, undo), w.finish())
+
+    def fence(self, now_ns: int, ref: WorkerRef, attestation: str) -> Decision[Worker]:
+        """NotFoundError, IncarnationMismatchError."""
+        w = self._work(now_ns)
+        return Decision(worker_events.fence(w, ref, attestation), w.finish())
+
+    # -- agents' events ------------------------------------------------------------------------
+    def agent(self, now_ns: int, ref: WorkerRef) -> AgentBatch:
+        """A batch of one agent's events: they share one set of effects."""
+        return AgentBatch(self._work(now_ns), ref)
+
+    # -- time ----------------------------------------------------------------------------------
+    def tick(self, now_ns: int) -> Decision[None]:
+        """Whatever is due now, at most so much of it; call it every `tick_ns`."""
+        w = self._work(now_ns)
+        worker_events.silent(w)
+        for kind, name in self.state.agenda.pop(now_ns, self.limits.due_per_tick):
+            match kind:
+                case Due.LEASE:
+                    lease = self.state.leases.get(str(name))
+                    lease_events.due(w, str(name))
+                    if lease is not None:
+                        _after_lease(w, lease)
+                case Due.TURN:
+                    turn_events.abandon(w, *cast("TurnName", name))
+                case Due.SESSION:
+                    turn_events.session_due(w, cast("SessionKey", name))
+                case Due.LEASE_FORGET:
+                    lease_events.forget(w, str(name))
+                case Due.WORKER_FORGET:
+                    worker_events.stale(w, str(name))
+        self._bound_ended_leases(w)
+        return Decision(None, w.finish())
+
+    def _bound_ended_leases(self, w: Work) -> None:
+        state = self.state
+        excess = len(state.leases) - len(state.open_leases) - self.limits.ended_leases_max
+        if excess <= 0:
+            return
+        # The dict is in the order of making, so the oldest come first.
+        for lease in [x for x in state.leases.values() if not x.open][:excess]:
+            w.drop_lease(lease)
+
+
+def _after_lease(w: Work, before: Lease) -> None:
+    lease = w.state.leases.get(before.lease_id)
+    if before.open and lease is not None and not lease.open:
+        replica_events.release_after_forward(w, lease)
+
+
+class AgentBatch:
+    """Events of one agent, in order. An event of a boot that is not the registered one is
+    dropped."""
+
+    def __init__(self, work: Work, ref: WorkerRef) -> None:
+        self._w = work
+        self._ref = ref
+        worker = work.worker(ref)
+        self._current = worker is not None and worker.state is not WorkerState.FENCED
+        if self._current:
+            worker_events.heard(work, ref)
+
+    def heartbeat(self, beat: Heartbeat) -> None:
+        """At the interval that the welcome gave."""
+        if self._current:
+            worker_events.heartbeat(self._w, self._ref, beat)
+
+    def offered(self, report: ReplicaReport) -> None:
+        """A request of a turn ended and its blocks are held."""
+        if self._current:
+            replica_events.offered(self._w, self._ref, report)
+
+    def replica_changed(
+        self,
+        key: SessionKey,
+        head_hash: bytes,
+        state: ReplicaState,
+        num_blocks: int,
+        reason: str,
+    ) -> None:
+        """A replica turned soft, got shorter or went away."""
+        if self._current:
+            replica_events.changed(self._w, self._ref, key, head_hash, state, num_blocks, reason)
+
+    def hardened(self, lease_id: str, version: int, blocks: Descriptors) -> None:
+        """The source holds a lease's range."""
+        self._lease(
+            lease_id,
+            lambda: lease_events.hardened(self._w, self._ref, lease_id, version, blocks),
+        )
+
+    def refused(self, lease_id: str, reason: str) -> None:
+        """A side refuses or cannot."""
+        self._lease(lease_id, lambda: lease_events.refused(self._w, self._ref, lease_id, reason))
+
+    def extended(self, lease_id: str, version: int, is_source: bool) -> None:
+        """A side obeyed an Extend."""
+        self._lease(
+            lease_id,
+            lambda: lease_events.extended(self._w, self._ref, lease_id, version, is_source),
+        )
+
+    def active(self, lease_id: str) -> None:
+        """The destination posted its transfer."""
+        self._lease(lease_id, lambda: lease_events.active(self._w, self._ref, lease_id))
+
+    def stopped(self, lease_id: str, report: StopReport) -> None:
+        """The destination is done with a lease."""
+        self._lease(lease_id, lambda: lease_events.stopped(self._w, self._ref, lease_id, report))
+
+    def source_released(self, lease_id: str, reason: str) -> None:
+        """The source has released a lease's range."""
+        self._lease(
+            lease_id,
+            lambda: lease_events.source_released(self._w, self._ref, lease_id, reason),
+        )
+
+    def computed(self, report: LegReport) -> None:
+        """A leg's prompt was computed."""
+        if self._current:
+            turn_events.computed(self._w, self._ref.worker_id, report)
+
+    def _lease(self, lease_id: str, event: Callable[[], None]) -> None:
+        if not self._current:
+            return
+        before = self._w.state.leases.get(lease_id)
+        event()
+        if before is not None:
+            _after_lease(self._w, before)
+
+    def finish(self) -> Decision[None]:
+        """The batch's effects."""
+        return Decision(None, self._w.finish())

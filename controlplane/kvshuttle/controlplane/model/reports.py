@@ -1,0 +1,149 @@
+"""What agents report, as plain data. Times in ns.
+
+Fields typed `object` are passed on as they came (NIXL metadata, block ids): the control plane has
+no business with them, never stores them and never shows them to a client.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvshuttle.controlplane.model.terms import (
+        BlockRange,
+        Leg,
+        ReplicaState,
+        SessionKey,
+        TransferOutcome,
+        TransferStats,
+        WorkerRole,
+    )
+
+__all__ = [
+    "Counters",
+    "Descriptors",
+    "Heartbeat",
+    "Hello",
+    "LeaseReport",
+    "LegReport",
+    "PoolStats",
+    "ReplicaReport",
+    "StopReport",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class PoolStats:
+    """A worker's block pool."""
+
+    total_blocks: int = 0
+    free_blocks: int = 0
+    held_blocks: int = 0
+    holds: int = 0
+    quarantined_blocks: int = 0
+    running_requests: int = 0
+    waiting_requests: int = 0
+    open_leases: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Counters:
+    """What a worker counted since its boot."""
+
+    transfers_completed: int = 0
+    forward_bytes: int = 0
+    return_bytes: int = 0
+    forward_tokens: int = 0
+    returned_tokens: int = 0
+    computed_tokens: int = 0
+    local_hit_tokens: int = 0
+    fallbacks: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaReport:
+    """A replica that is offered, or part of an inventory (`turn_token` empty)."""
+
+    key: SessionKey
+    head_hash: bytes
+    num_blocks: int
+    num_tokens: int
+    state: ReplicaState
+    hold_remaining_ns: int
+    turn_token: str = ""
+    leg: Leg | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseReport:
+    """A lease as an agent knows it."""
+
+    lease_id: str
+    version: int
+    is_source: bool
+    transferring: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Hello:
+    """Who an agent is and everything that it holds."""
+
+    worker_id: str
+    boot_id: str
+    role: WorkerRole
+    url: str
+    fingerprint: tuple[tuple[str, str], ...]
+    block_size: int
+    num_blocks: int
+    bytes_per_block: int
+    prefix_caching: bool
+    num_ranks: int
+    ranks: object
+    highest_epoch: int
+    lineage_id: str
+    clock: int
+    vllm_version: str = ""
+    agent_version: str = ""
+    replicas: tuple[ReplicaReport, ...] = ()
+    leases: tuple[LeaseReport, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """A sign of life; `clock` is the agent's own and opaque here."""
+
+    clock: int
+    pool: PoolStats = field(default_factory=PoolStats)
+    counters: Counters = field(default_factory=Counters)
+
+
+@dataclass(frozen=True, slots=True)
+class Descriptors:
+    """What a source holds for a lease. Only range and head are looked at."""
+
+    range: BlockRange
+    head_hash: bytes
+    payload: object
+
+
+@dataclass(frozen=True, slots=True)
+class StopReport:
+    """How a destination's use of a lease ended."""
+
+    outcome: TransferOutcome
+    reason: str
+    stats: TransferStats
+
+
+@dataclass(frozen=True, slots=True)
+class LegReport:
+    """A leg's prompt was computed."""
+
+    turn_token: str
+    leg: Leg
+    prompt_tokens: int
+    local_hit_tokens: int
+    external_tokens: int
+    computed_tokens: int
+    compute_ns: int

@@ -1,0 +1,173 @@
+"""Sessions and their turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from kvshuttle.controlplane.model.errors import IllegalTransitionError
+from kvshuttle.controlplane.model.terms import (
+    Hints,
+    ReturnMode,
+    SessionKey,
+    SessionState,
+    TurnOutcome,
+    TurnState,
+    WorkerRef,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Placement", "Plan", "Session", "Turn", "Usage"]
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """A worker chosen for a leg."""
+
+    worker: WorkerRef
+    url: str
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How the KV of earlier turns reaches prefill, and why; `reason` is one word."""
+
+    return_mode: ReturnMode
+    reason: str
+    reusable_tokens: int = 0
+    predicted_recompute_ns: int = 0
+    predicted_transfer_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a turn cost, as its gateway saw it."""
+
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    output_tokens: int = 0
+    ttft_ns: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One request of a conversation; `prefill` is None when it runs on one worker alone."""
+
+    number: int
+    token: str
+    decode: Placement
+    plan: Plan
+    begin_ns: int
+    retention_ns: int
+    prefill: Placement | None = None
+    state: TurnState = TurnState.RUNNING
+    outcome: TurnOutcome = TurnOutcome.UNSPECIFIED
+    end_ns: int = 0
+    usage: Usage | None = None
+    request_id: str = ""
+
+    @property
+    def running(self) -> bool:
+        """Whether nobody has ended it."""
+        return self.state is TurnState.RUNNING
+
+    def placements(self) -> Iterator[Placement]:
+        """The one or two workers it runs on."""
+        if self.prefill is not None:
+            yield self.prefill
+        yield self.decode
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One conversation. Several of its turns may run at once; numbers are never used twice."""
+
+    key: SessionKey
+    create_ns: int
+    update_ns: int
+    state: SessionState = SessionState.ACTIVE
+    turn_count: int = 0
+    turns: tuple[Turn, ...] = ()
+    hints: Hints = field(default_factory=Hints)
+    last_prefill: str = ""
+    version: int = 0
+
+    @property
+    def active(self) -> bool:
+        """Whether it takes changes."""
+        return self.state is SessionState.ACTIVE
+
+    def running(self) -> tuple[Turn, ...]:
+        """The turns that run."""
+        return tuple(turn for turn in self.turns if turn.running)
+
+    def find(self, number: int) -> Turn | None:
+        """A turn that is still remembered."""
+        return next((turn for turn in self.turns if turn.number == number), None)
+
+    def find_request(self, request_id: str) -> Turn | None:
+        """The turn that a BeginTurn with this id made, if it is still remembered."""
+        if not request_id:
+            return None
+        return next((turn for turn in self.turns if turn.request_id == request_id), None)
+
+    def with_turn(self, turn: Turn, now_ns: int) -> Session:
+        """The session with one more turn. IllegalTransitionError: ended, or not the next number."""
+        if not self.active or turn.number != self.turn_count + 1:
+            raise IllegalTransitionError(
+                f"turn {turn.number} cannot follow {self.turn_count} of a session that is "
+                f"{self.state.name}",
+                session_id=self.key.session_id,
+            )
+        prefill = turn.prefill.worker.worker_id if turn.prefill else self.last_prefill
+        return replace(
+            self,
+            turn_count=turn.number,
+            turns=(*self.turns, turn),
+            last_prefill=prefill,
+            update_ns=now_ns,
+        )
+
+    def with_turn_ended(
+        self, number: int, outcome: TurnOutcome, usage: Usage | None, now_ns: int, keep: int
+    ) -> Session:
+        """The session with a running turn ended; the newest `keep` ended turns are remembered."""
+        turn = self.find(number)
+        if turn is None or not turn.running or outcome is TurnOutcome.UNSPECIFIED:
+            raise IllegalTransitionError(
+                f"turn {number} does not run and cannot end", session_id=self.key.session_id
+            )
+        ended = replace(turn, state=TurnState.ENDED, outcome=outcome, usage=usage, end_ns=now_ns)
+        turns = [ended if t.number == number else t for t in self.turns]
+        # The newest by the time they ended, not by number: a long turn may end after later ones.
+        remembered = sorted((t for t in turns if not t.running), key=lambda t: (t.end_ns, t.number))
+        gone = {t.number for t in remembered[:-keep]}
+        return replace(
+            self,
+            turns=tuple(t for t in turns if t.number not in gone),
+            update_ns=now_ns,
+        )
+
+    def last_ended(self) -> Turn | None:
+        """The turn that ended last."""
+        ended = [turn for turn in self.turns if not turn.running]
+        return max(ended, key=lambda t: (t.end_ns, t.number), default=None)
+
+    def with_hints(self, hints: Hints, now_ns: int) -> Session:
+        """The session with its hints replaced."""
+        return replace(self, hints=hints, update_ns=now_ns)
+
+    def ended(self, now_ns: int) -> Session:
+        """The ended session. IllegalTransitionError while a turn runs."""
+        if not self.active or self.running():
+            raise IllegalTransitionError(
+                "a session ends once, after its turns", session_id=self.key.session_id
+            )
+        return replace(self, state=SessionState.ENDED, update_ns=now_ns)
+
+    def restarted(self, now_ns: int) -> Session:
+        """An ended session afresh. Numbers go on: a late EndTurn of the life before must not
+        end a turn of this one."""
+        return Session(self.key, now_ns, now_ns, turn_count=self.turn_count)

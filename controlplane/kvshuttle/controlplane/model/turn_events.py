@@ -1,0 +1,317 @@
+"""Events about sessions and turns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvshuttle.controlplane.model import lease_events
+from kvshuttle.controlplane.model.commands import (
+    ExpectTurn,
+    ForgetTurn,
+    ReleaseReplica,
+    RetainReplica,
+)
+from kvshuttle.controlplane.model.errors import NotFoundError, SessionEndedError
+from kvshuttle.controlplane.model.retention import retention_ns
+from kvshuttle.controlplane.model.session import Placement, Plan, Session, Turn
+from kvshuttle.controlplane.model.state import Due
+from kvshuttle.controlplane.model.terms import (
+    Direction,
+    Hints,
+    LeaseState,
+    Leg,
+    ReplicaState,
+    ReturnMode,
+    ReturnPolicy,
+    SessionKey,
+    TurnOutcome,
+    TurnState,
+    WorkerRef,
+    WorkerRole,
+)
+
+if TYPE_CHECKING:
+    from kvshuttle.controlplane.model.reports import LegReport
+    from kvshuttle.controlplane.model.session import Usage
+    from kvshuttle.controlplane.model.work import Work
+
+__all__ = [
+    "BeginTurn",
+    "abandon",
+    "begin",
+    "computed",
+    "end",
+    "end_session",
+    "expect_again",
+    "session_due",
+    "update",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class BeginTurn:
+    """What a gateway asks. `token` was drawn for the turn that may come of it."""
+
+    key: SessionKey
+    token: str
+    request_id: str = ""
+    prompt_tokens: int = 0
+    policy: ReturnPolicy = ReturnPolicy.AUTO
+    excluded: tuple[str, ...] = ()
+    hints: Hints = field(default_factory=Hints)
+
+
+def begin(w: Work, ask: BeginTurn) -> Turn:
+    """Places a turn and tells both agents. Creates the session, or starts an ended one afresh."""
+    state = w.state
+    session = state.sessions.get(ask.key)
+    if session is not None and (again := session.find_request(ask.request_id)) is not None:
+        return again
+    if session is None:
+        session = Session(ask.key, w.now_ns, w.now_ns)
+    elif not session.active:
+        session = session.restarted(w.now_ns)
+    session = session.with_hints(session.hints.merged(ask.hints), w.now_ns)
+    choice = w.planner.place(
+        state.workers.values(),
+        session,
+        state.replicas_of_session(ask.key),
+        state.turns_on,
+        {worker: len(held) for worker, held in state.replicas_of.items()},
+        ask.excluded,
+    )
+    plan = w.planner.plan(choice, ask.policy, ask.prompt_tokens)
+    prefill = choice.prefill
+    turn = Turn(
+        number=session.turn_count + 1,
+        token=ask.token,
+        decode=Placement(choice.decode.ref, choice.decode.url),
+        prefill=Placement(prefill.ref, prefill.url) if prefill is not None else None,
+        plan=plan,
+        begin_ns=w.now_ns,
+        retention_ns=retention_ns(session.hints, w.limits),
+        request_id=ask.request_id,
+    )
+    w.put_session(session.with_turn(turn, w.now_ns))
+    state.turns[turn.token] = (ask.key, turn.number)
+    for placement in turn.placements():
+        state.turns_on[placement.worker.worker_id] += 1
+    state.agenda.add(w.now_ns + w.limits.turn_timeout_ns, Due.TURN, (ask.key, turn.number))
+    lease_id = ""
+    if plan.return_mode is ReturnMode.LAZY and prefill is not None and choice.replica is not None:
+        lease = lease_events.make(
+            w, ask.key, turn.number, turn.token, Direction.RETURN, choice.replica, prefill
+        )
+        lease_id = lease.lease_id
+    if prefill is not None:
+        expect(w, ask.key, turn, Leg.PREFILL, lease_id=lease_id)
+    expect(w, ask.key, turn, Leg.DECODE, follows=prefill is not None)
+    w.fact(
+        "turn_begun",
+        tenant=ask.key.tenant,
+        session_id=ask.key.session_id,
+        turn=turn.number,
+        prefill=prefill.ref.worker_id if prefill else "",
+        decode=choice.decode.ref.worker_id,
+        return_mode=plan.return_mode.name,
+        reason=plan.reason,
+        reusable_tokens=plan.reusable_tokens,
+        lease_id=lease_id,
+    )
+    return turn
+
+
+def expect(
+    w: Work, key: SessionKey, turn: Turn, leg: Leg, lease_id: str = "", follows: bool = False
+) -> None:
+    """Tells a leg's agent what it may read; told again when that changes."""
+    placement = turn.prefill if leg is Leg.PREFILL else turn.decode
+    assert placement is not None
+    w.command(
+        placement.worker,
+        ExpectTurn(
+            turn_token=turn.token,
+            key=key,
+            turn=turn.number,
+            leg=leg,
+            lease_id=lease_id,
+            lease_follows=follows,
+            lookup_wait_ns=w.limits.lookup_wait_ns,
+            # Prefill holds only until decode has read; what decode leaves is the session's.
+            retention_ns=(
+                w.limits.prefill_retention_ns if leg is Leg.PREFILL else turn.retention_ns
+            ),
+            min_tokens=w.limits.min_tokens,
+        ),
+    )
+
+
+def expect_again(w: Work, worker_id: str) -> None:
+    """A worker reconnected: what its old stream had queued was dropped, so its running turns are
+    named again."""
+    for key, number in list(w.state.turns.values()):
+        session = w.state.sessions.get(key)
+        turn = session.find(number) if session is not None else None
+        if turn is None or not turn.running:
+            continue
+        leases = [w.state.leases[i] for i in w.state.leases_of_turn.get((key, number), ())]
+        for leg in (Leg.PREFILL, Leg.DECODE):
+            placement = turn.prefill if leg is Leg.PREFILL else turn.decode
+            if placement is None or placement.worker.worker_id != worker_id:
+                continue
+            if w.worker(placement.worker) is None:
+                continue  # the turn was placed on an older boot
+            lease = next((i for i in leases if i.destination == placement.worker), None)
+            follows = leg is Leg.DECODE and turn.prefill is not None and lease is None
+            expect(w, key, turn, leg, lease.lease_id if lease else "", follows)
+
+
+def end(
+    w: Work,
+    key: SessionKey,
+    number: int,
+    outcome: TurnOutcome,
+    usage: Usage | None = None,
+    hints: Hints | None = None,
+) -> Turn:
+    """Ends a turn: both agents forget it, its open leases stop. Ending it again changes
+    nothing."""
+    session = w.state.sessions.get(key)
+    if session is None:
+        raise NotFoundError("session", key.session_id)
+    turn = session.find(number)
+    if turn is None:
+        if not 0 < number <= session.turn_count:
+            raise NotFoundError("turn", number)
+        return _forgotten(number)
+    if not turn.running:
+        return turn
+    if hints is not None and session.active:
+        session = session.with_hints(session.hints.merged(hints), w.now_ns)
+    session = session.with_turn_ended(number, outcome, usage, w.now_ns, w.limits.ended_turns_kept)
+    w.put_session(session)
+    if hints is not None:
+        _retain(w, session)
+    w.state.turns.pop(turn.token, None)
+    for leg, placement in ((Leg.PREFILL, turn.prefill), (Leg.DECODE, turn.decode)):
+        if placement is None:
+            continue
+        w.state.turns_on[placement.worker.worker_id] -= 1
+        w.command(placement.worker, ForgetTurn(turn.token, leg))
+    for lease_id in sorted(w.state.leases_of_turn.get((key, number), ())):
+        lease_events.stop(w, w.state.leases[lease_id], LeaseState.REVOKED, "TURN_ENDED")
+    w.fact(
+        "turn_ended",
+        tenant=key.tenant,
+        session_id=key.session_id,
+        turn=number,
+        outcome=outcome.name,
+        return_mode=turn.plan.return_mode.name,
+        duration_ns=w.now_ns - turn.begin_ns,
+        usage=usage,
+    )
+    ended = session.find(number)
+    assert ended is not None
+    return ended
+
+
+def _forgotten(number: int) -> Turn:
+    """A turn that ended too long ago to be remembered: all that is known is that it ended."""
+    return Turn(
+        number=number,
+        token="",
+        decode=Placement(WorkerRef("", 0), ""),
+        plan=Plan(ReturnMode.NONE, "FORGOTTEN"),
+        begin_ns=0,
+        retention_ns=0,
+        state=TurnState.ENDED,
+    )
+
+
+def abandon(w: Work, key: SessionKey, number: int) -> None:
+    """Nobody ended a turn in time."""
+    session = w.state.sessions.get(key)
+    turn = session.find(number) if session is not None else None
+    if turn is not None and turn.running and w.now_ns - turn.begin_ns >= w.limits.turn_timeout_ns:
+        end(w, key, number, TurnOutcome.ABANDONED)
+
+
+def update(w: Work, key: SessionKey, hints: Hints) -> Session:
+    """Replaces the hints, and tells decode how long to hold what it has."""
+    session = w.state.sessions.get(key)
+    if session is None:
+        raise NotFoundError("session", key.session_id)
+    if not session.active:
+        raise SessionEndedError(f"session {key.session_id} has ended", session_id=key.session_id)
+    if session.hints != hints:
+        session = session.with_hints(hints, w.now_ns)
+        w.put_session(session)
+        _retain(w, session)
+    return session
+
+
+def _retain(w: Work, session: Session) -> None:
+    retention = retention_ns(session.hints, w.limits)
+    for replica in w.state.replicas_of_session(session.key):
+        worker = w.worker(replica.worker)
+        if worker is None or worker.role is WorkerRole.PREFILL:
+            continue
+        if replica.state is ReplicaState.HARD:
+            w.command(replica.worker, RetainReplica(session.key, replica.head_hash, retention))
+
+
+def end_session(w: Work, key: SessionKey) -> Session:
+    """Ends a session: its turns are cancelled, its leases stop, its replicas are released. They
+    stay listed until their workers say that they went."""
+    session = w.state.sessions.get(key)
+    if session is None:
+        raise NotFoundError("session", key.session_id)
+    if not session.active:
+        return session
+    workers = {r.worker for r in w.state.replicas_of_session(key)}
+    for turn in session.running():
+        workers |= {p.worker for p in turn.placements()}
+        end(w, key, turn.number, TurnOutcome.CANCELLED)
+    session = w.state.sessions[key].ended(w.now_ns)
+    w.put_session(session)
+    w.state.agenda.add(w.now_ns + w.limits.ended_session_kept_ns, Due.SESSION, key)
+    for ref in sorted(workers):
+        w.command(ref, ReleaseReplica(key, b""))
+    w.fact("session_ended", tenant=key.tenant, session_id=key.session_id)
+    return session
+
+
+def session_due(w: Work, key: SessionKey) -> None:
+    """A session may have been idle for too long, or listed for long enough after its end."""
+    session = w.state.sessions.get(key)
+    if session is None:
+        return
+    kept = w.limits.session_idle_ns if session.active else w.limits.ended_session_kept_ns
+    due_ns = session.update_ns + kept
+    if session.running() or due_ns > w.now_ns:
+        w.state.agenda.add(max(due_ns, w.now_ns + kept // 16 + 1), Due.SESSION, key)
+    elif session.active:
+        end_session(w, key)
+    else:
+        for replica in w.state.replicas_of_session(key):
+            w.drop_replica(key, replica)
+        w.drop_session(key)
+
+
+def computed(w: Work, worker_id: str, report: LegReport) -> None:
+    """A leg's prompt was computed: feeds the planner and the counters."""
+    w.planner.observe_prefill(worker_id, report.computed_tokens, report.compute_ns)
+    key, number = w.state.turns.get(report.turn_token, (None, 0))
+    w.fact(
+        "leg_computed",
+        worker_id=worker_id,
+        session_id=key.session_id if key else "",
+        turn=number,
+        leg=report.leg.name,
+        prompt_tokens=report.prompt_tokens,
+        local_hit_tokens=report.local_hit_tokens,
+        external_tokens=report.external_tokens,
+        computed_tokens=report.computed_tokens,
+        compute_ns=report.compute_ns,
+    )

@@ -1,0 +1,209 @@
+"""One event at work: reads the state, changes it, and notes the effects."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+from kvshuttle.controlplane.model.effects import (
+    Disconnect,
+    DropLease,
+    DropSession,
+    DropWorker,
+    Effects,
+    Fact,
+    LeaseChange,
+    PutLease,
+    PutSession,
+    PutTerm,
+    PutWorker,
+    Record,
+    SessionChange,
+)
+from kvshuttle.controlplane.model.state import Due
+
+if TYPE_CHECKING:
+    from kvshuttle.controlplane.model.commands import Command
+    from kvshuttle.controlplane.model.effects import Change
+    from kvshuttle.controlplane.model.lease import Lease
+    from kvshuttle.controlplane.model.limits import Limits
+    from kvshuttle.controlplane.model.replica import Replica
+    from kvshuttle.controlplane.model.session import Session
+    from kvshuttle.controlplane.model.state import State
+    from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef
+    from kvshuttle.controlplane.model.worker import Worker
+    from kvshuttle.controlplane.planner import Planner
+
+__all__ = ["Work"]
+
+
+@dataclass(slots=True)
+class Work:
+    """The one way to change the state. `finish` gives every object that changed one revision,
+    one after-image for watchers and, where it must survive, one record."""
+
+    state: State
+    limits: Limits
+    planner: Planner
+    now_ns: int
+    commands: list[tuple[WorkerRef, Command]] = field(default_factory=list)
+    facts: list[Fact] = field(default_factory=list)
+    disconnects: list[Disconnect] = field(default_factory=list)
+    # Insertion order is the order of changes; the value is whether it must be stored.
+    _sessions: dict[SessionKey, bool] = field(default_factory=dict)
+    _leases: dict[str, bool] = field(default_factory=dict)
+    _workers: dict[str, Worker] = field(default_factory=dict)
+    _dropped: list[Record] = field(default_factory=list)
+    _term: bool = False
+
+    def command(self, ref: WorkerRef, command: Command) -> None:
+        """An order for a boot; dropped on the way if it is not connected then."""
+        self.commands.append((ref, command))
+
+    def fact(self, name: str, **values: object) -> None:
+        """Something for logs and metrics."""
+        self.facts.append(Fact(name, values))
+
+    def disconnect(self, worker: Worker, reason: str) -> None:
+        """End a worker's stream."""
+        self.disconnects.append(Disconnect(worker.ref, worker.stream_generation, reason))
+
+    # -- workers -------------------------------------------------------------------------------
+    def worker(self, ref: WorkerRef) -> Worker | None:
+        """A boot, if it is the current one of its worker."""
+        worker = self.state.workers.get(ref.worker_id)
+        return worker if worker is not None and worker.ref == ref else None
+
+    def put_worker(self, worker: Worker, *, durable: bool = True) -> None:
+        """A worker as it stands now."""
+        self.state.workers[worker.ref.worker_id] = worker
+        if durable:
+            self._workers[worker.ref.worker_id] = worker
+
+    def drop_worker(self, worker: Worker) -> None:
+        """A boot is forgotten."""
+        if self.state.workers.get(worker.ref.worker_id) is worker:
+            del self.state.workers[worker.ref.worker_id]
+        self._dropped.append(DropWorker(worker.ref))
+
+    def put_term(self) -> None:
+        """Epoch or last incarnation changed."""
+        self._term = True
+
+    # -- sessions ------------------------------------------------------------------------------
+    def put_session(self, session: Session) -> None:
+        """A session as it stands now."""
+        before = self.state.sessions.get(session.key)
+        self.state.active_sessions += session.active - (before is not None and before.active)
+        self.state.sessions[session.key] = session
+        self._sessions[session.key] = True
+        if before is None:
+            self.state.agenda.add(
+                self.now_ns + self.limits.session_idle_ns, Due.SESSION, session.key
+            )
+
+    def touch_session(self, key: SessionKey) -> None:
+        """A session's replicas changed; they are not stored."""
+        self._sessions.setdefault(key, False)
+
+    def drop_session(self, key: SessionKey) -> None:
+        """A session is forgotten."""
+        del self.state.sessions[key]
+        self._sessions.pop(key, None)
+        self._dropped.append(DropSession(key))
+
+    def put_replica(self, key: SessionKey, replica: Replica) -> None:
+        """A replica as it stands now."""
+        self.state.replicas.setdefault(key, {})[replica.name] = replica
+        self.state.replicas_of[replica.worker.worker_id].add((key, replica.head_hash))
+        self.touch_session(key)
+
+    def drop_replica(self, key: SessionKey, replica: Replica) -> None:
+        """A replica is gone."""
+        of_session = self.state.replicas[key]
+        del of_session[replica.name]
+        if not of_session:
+            del self.state.replicas[key]
+        self.state.replicas_of[replica.worker.worker_id].discard((key, replica.head_hash))
+        self.touch_session(key)
+
+    # -- leases --------------------------------------------------------------------------------
+    def put_lease(self, lease: Lease, *, durable: bool = True) -> None:
+        """A lease as it stands now; keeps the indexes."""
+        state = self.state
+        before = state.leases.get(lease.lease_id)
+        state.leases[lease.lease_id] = lease
+        self._leases[lease.lease_id] = self._leases.get(lease.lease_id, False) or durable
+        if lease.open:
+            state.open_leases.add(lease.lease_id)
+        else:
+            state.open_leases.discard(lease.lease_id)
+        turn = (lease.key, lease.turn)
+        if lease.open:
+            state.leases_of_turn[turn].add(lease.lease_id)
+        elif turn in state.leases_of_turn:
+            state.leases_of_turn[turn].discard(lease.lease_id)
+            if not state.leases_of_turn[turn]:
+                del state.leases_of_turn[turn]
+        for ref in (lease.source, lease.destination):
+            if lease.open or not lease.reader_stopped:
+                state.leases_of[ref.worker_id].add(lease.lease_id)
+            else:
+                state.leases_of[ref.worker_id].discard(lease.lease_id)
+        if before is not None and before.open and not lease.open:
+            state.agenda.add(
+                self.now_ns + self.limits.ended_lease_kept_ns, Due.LEASE_FORGET, lease.lease_id
+            )
+            self.fact(
+                "lease_ended",
+                lease_id=lease.lease_id,
+                direction=lease.direction.name,
+                state=lease.state.name,
+                reason=lease.end_reason,
+                tenant=lease.key.tenant,
+                session_id=lease.key.session_id,
+                turn=lease.turn,
+            )
+
+    def drop_lease(self, lease: Lease) -> None:
+        """A lease is forgotten."""
+        del self.state.leases[lease.lease_id]
+        for ref in (lease.source, lease.destination):
+            self.state.leases_of[ref.worker_id].discard(lease.lease_id)
+        self._leases.pop(lease.lease_id, None)
+        self._dropped.append(DropLease(lease.lease_id))
+
+    def leases_of(self, worker_id: str) -> list[Lease]:
+        """Leases from or to a worker (any boot) under which somebody may still read, oldest
+        first."""
+        found = [self.state.leases[i] for i in self.state.leases_of.get(worker_id, ())]
+        return sorted(found, key=lambda lease: lease.order)
+
+    # -- the end -------------------------------------------------------------------------------
+    def finish(self) -> Effects:
+        """The effects, with after-images."""
+        state = self.state
+        records: list[Record] = []
+        changes: list[Change] = []
+        if self._term:
+            records.append(
+                PutTerm(state.epoch, state.lineage_id, state.last_incarnation, self.now_ns)
+            )
+        records += [PutWorker(worker) for worker in self._workers.values()]
+        for key, durable in self._sessions.items():
+            session = state.sessions.get(key)
+            if session is None:
+                continue
+            revision = state.next_revision()
+            session = replace(session, version=revision)
+            state.sessions[key] = session
+            changes.append(SessionChange(revision, session, state.replicas_of_session(key)))
+            if durable:
+                records.append(PutSession(session))
+        for lease_id, durable in self._leases.items():
+            lease = state.leases[lease_id]
+            changes.append(LeaseChange(state.next_revision(), lease))
+            if durable:
+                records.append(PutLease(lease))
+        records += self._dropped
+        return Effects(records, self.commands, changes, self.facts, self.disconnects)

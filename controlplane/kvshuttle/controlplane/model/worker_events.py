@@ -1,0 +1,320 @@
+"""Events about workers: hello, heartbeats, loss, drain, fence."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvshuttle.controlplane.model import lease_events, replica_events, turn_events
+from kvshuttle.controlplane.model.commands import (
+    AnnouncePeer,
+    Drain,
+    Fenced,
+    PeerFenced,
+    ReaderStopped,
+    Revoke,
+)
+from kvshuttle.controlplane.model.errors import (
+    BootConflictError,
+    FingerprintMismatchError,
+    IncarnationMismatchError,
+    LineageChangedError,
+    NotFoundError,
+    UnsupportedError,
+    WorkerFencedError,
+)
+from kvshuttle.controlplane.model.state import Due
+from kvshuttle.controlplane.model.terms import LeaseState, WorkerRef, WorkerState
+from kvshuttle.controlplane.model.worker import Worker
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvshuttle.controlplane.model.reports import Heartbeat, Hello, LeaseReport
+    from kvshuttle.controlplane.model.work import Work
+
+__all__ = ["Welcome", "drain", "fence", "heard", "heartbeat", "hello", "lost", "silent", "stale"]
+
+
+@dataclass(frozen=True, slots=True)
+class Welcome:
+    """The answer to a hello: the worker as it stands now, and whom it may exchange KV with."""
+
+    worker: Worker
+    epoch: int
+    lineage_id: str
+    peers: tuple[AnnouncePeer, ...]
+
+
+def hello(w: Work, says: Hello, *, accept_lineage: bool) -> Welcome:
+    """A boot connects, for the first time or again."""
+    state = w.state
+    if says.lineage_id and says.lineage_id != state.lineage_id and not accept_lineage:
+        raise LineageChangedError(
+            f"worker {says.worker_id} belongs to the store {says.lineage_id}, this is "
+            f"{state.lineage_id}: was the store replaced or lost? If that was meant, start the "
+            "control plane with --accept-lineage-change, or restart the worker",
+            ours=state.lineage_id,
+            theirs=says.lineage_id,
+            worker_id=says.worker_id,
+        )
+    before = state.workers.get(says.worker_id)
+    same_boot = before is not None and before.boot_id == says.boot_id
+    if before is not None and same_boot and before.state is WorkerState.FENCED:
+        raise WorkerFencedError(
+            f"this boot of worker {says.worker_id} was fenced: restart its engine",
+            worker_id=says.worker_id,
+            incarnation=before.ref.incarnation,
+        )
+    if before is not None and not same_boot and before.connected:
+        raise BootConflictError(
+            f"another boot of worker {says.worker_id} is connected: give this engine a worker_id "
+            f"of its own, stop the other, or attest that it is dead with FenceWorker "
+            f"(incarnation {before.ref.incarnation})",
+            worker_id=says.worker_id,
+            incarnation=before.ref.incarnation,
+            boot_id=before.boot_id,
+        )
+    _compare(says, (x for x in state.workers.values() if x.connected and x is not before))
+    if says.highest_epoch >= state.epoch:
+        _raise_epoch(w, says.highest_epoch + 1)
+    if before is not None and same_boot:
+        worker = before.connected_as(says, w.now_ns)
+        # Its identity is durable already; only a drain or a fence changes what is stored.
+        w.put_worker(worker, durable=False)
+    else:
+        if before is not None:
+            _superseded(w, before)
+        state.last_incarnation += 1
+        w.put_term()
+        worker = Worker(
+            ref=WorkerRef(says.worker_id, state.last_incarnation),
+            boot_id=says.boot_id,
+            role=says.role,
+            url=says.url,
+            state=WorkerState.LOST,
+            register_ns=w.now_ns,
+            heard_ns=w.now_ns,
+        ).connected_as(says, w.now_ns)
+        w.put_worker(worker)
+    others = [x for x in state.workers.values() if x.connected and x.ref != worker.ref]
+    replica_events.inventory(w, worker.ref, says.replicas)
+    _reconcile(w, worker, says.leases)
+    peer = AnnouncePeer(worker.ref, worker.ranks)
+    for other in others:
+        w.command(other.ref, peer)
+    if worker.draining:
+        w.command(worker.ref, Drain(undo=False))
+    if same_boot:
+        turn_events.expect_again(w, worker.ref.worker_id)
+    w.fact(
+        "worker_connected",
+        worker_id=worker.ref.worker_id,
+        incarnation=worker.ref.incarnation,
+        role=worker.role.name,
+        url=worker.url,
+        stream_generation=worker.stream_generation,
+        replicas=len(says.replicas),
+        leases=len(says.leases),
+    )
+    return Welcome(
+        worker,
+        state.epoch,
+        state.lineage_id,
+        tuple(AnnouncePeer(other.ref, other.ranks) for other in others),
+    )
+
+
+def _compare(says: Hello, live: Iterable[Worker]) -> None:
+    """KV of two workers is exchangeable only if every field is equal."""
+    other = next(iter(live), None)
+    if other is None:
+        return
+    theirs = dict(says.fingerprint) | {"block_size": str(says.block_size)}
+    ours = dict(other.fingerprint) | {"block_size": str(other.block_size)}
+    for name in sorted(ours.keys() | theirs.keys()):
+        if ours.get(name) != theirs.get(name):
+            raise FingerprintMismatchError(
+                f"worker {says.worker_id} has {name} = {theirs.get(name, '(nothing)')}, the "
+                f"cluster (worker {other.ref.worker_id}) has {ours.get(name, '(nothing)')}: "
+                "their KV caches are not the same bytes. Start the engine with the same setting, "
+                "or in a cluster of its own",
+                field=name,
+                ours=ours.get(name, ""),
+                theirs=theirs.get(name, ""),
+                worker_id=says.worker_id,
+                other_worker_id=other.ref.worker_id,
+            )
+    if says.num_ranks != other.num_ranks:
+        raise UnsupportedError(
+            f"worker {says.worker_id} has {says.num_ranks} ranks, worker {other.ref.worker_id} "
+            f"has {other.num_ranks}: start both with the same tensor-parallel size",
+            what="ranks",
+            ours=other.num_ranks,
+            theirs=says.num_ranks,
+        )
+
+
+def _raise_epoch(w: Work, epoch: int) -> None:
+    """An agent has obeyed a higher term: go above it. What was asked under the old term must not
+    be granted under the new one."""
+    w.fact("epoch_raised", before=w.state.epoch, epoch=epoch)
+    w.state.epoch = epoch
+    w.put_term()
+    for lease_id in sorted(w.state.open_leases):
+        lease = w.state.leases[lease_id]
+        if lease.state is LeaseState.PENDING:
+            lease_events.fail(w, lease, "STALE_EPOCH")
+
+
+def _superseded(w: Work, before: Worker) -> None:
+    """A new boot takes the place of one whose stream was lost. That its process is dead is
+    likely, not proven: sources wait for their deadlines; what it was the source of is lost."""
+    for lease in w.leases_of(before.ref.worker_id):
+        if lease.open and lease.source == before.ref:
+            lease_events.fail(w, lease, "SOURCE_RESTARTED")
+    replica_events.forget_worker(w, before.ref.worker_id)
+    w.fact(
+        "worker_superseded",
+        worker_id=before.ref.worker_id,
+        incarnation=before.ref.incarnation,
+    )
+
+
+def _reconcile(w: Work, worker: Worker, reports: tuple[LeaseReport, ...]) -> None:
+    """A boot's inventory of leases against the books. What its old stream had queued was dropped
+    on both sides, so the inventory is complete."""
+    says = {report.lease_id: report for report in reports}
+    for lease in w.leases_of(worker.ref.worker_id):
+        if lease.source == worker.ref and lease.state is LeaseState.PENDING:
+            # The Harden or its answer may have been lost.
+            lease_events.fail(w, lease, "SOURCE_RECONNECTED")
+        elif (
+            lease.destination == worker.ref
+            and lease.state is not LeaseState.PENDING
+            and lease.lease_id not in says
+        ):
+            # It does not know the lease, so it does not read, and no grant is under way.
+            lease_events.reader_gone(w, lease, LeaseState.FAILED, "RECONNECTED")
+    for report in reports:
+        known = w.state.leases.get(report.lease_id)
+        if report.is_source:
+            # A source's hold ends by ReaderStopped or by its deadline. The first may have been
+            # lost with the old stream.
+            if known is not None and known.reader_stopped and known.source == worker.ref:
+                version = max(known.version, report.version + 1)
+                w.command(worker.ref, ReaderStopped(report.lease_id, version))
+        elif known is None or not known.open or known.destination != worker.ref:
+            version = max(known.version if known else 0, report.version) + 1
+            w.command(worker.ref, Revoke(report.lease_id, version, "UNKNOWN_LEASE"))
+
+
+def heartbeat(w: Work, ref: WorkerRef, beat: Heartbeat) -> None:
+    """A sign of life with the pool's state."""
+    worker = w.worker(ref)
+    if worker is not None and worker.connected:
+        w.put_worker(worker.beat(beat, w.now_ns), durable=False)
+
+
+def heard(w: Work, ref: WorkerRef) -> None:
+    """Any message is a sign of life."""
+    worker = w.worker(ref)
+    if worker is not None and worker.connected:
+        w.put_worker(worker.heard(w.now_ns), durable=False)
+
+
+def lost(w: Work, ref: WorkerRef, generation: int, reason: str) -> None:
+    """A stream is gone. The worker may still run and still read: what it reads is kept by its
+    sources until their deadlines; what others were to get from it is given up."""
+    worker = w.worker(ref)
+    if worker is None or worker.stream_generation != generation or not worker.connected:
+        return  # a newer stream has taken over
+    worker = worker.lost(w.now_ns)
+    w.put_worker(worker, durable=False)
+    w.state.agenda.add(w.now_ns + w.limits.lost_worker_kept_ns, Due.WORKER_FORGET, ref.worker_id)
+    for lease in w.leases_of(ref.worker_id):
+        if not lease.open:
+            continue
+        if lease.source == ref:
+            lease_events.fail(w, lease, "SOURCE_LOST")
+        elif lease.state is LeaseState.PENDING:
+            lease_events.stop(w, lease, LeaseState.FAILED, "DESTINATION_LOST")
+        else:
+            # For the books only: whether it still reads cannot be known, so the source is not
+            # told anything and keeps the range to its own deadline.
+            w.put_lease(lease.ended(LeaseState.FAILED, "DESTINATION_LOST", w.now_ns))
+    w.fact("worker_lost", worker_id=ref.worker_id, incarnation=ref.incarnation, reason=reason)
+
+
+def silent(w: Work) -> None:
+    """Workers that have said nothing for too long are lost, and their streams ended."""
+    for worker in list(w.state.workers.values()):
+        if worker.connected and w.now_ns - worker.heard_ns > w.limits.silence_ns:
+            w.disconnect(worker, "SILENT")
+            lost(w, worker.ref, worker.stream_generation, "SILENT")
+
+
+def stale(w: Work, worker_id: str) -> None:
+    """A lost or fenced worker was listed for long enough."""
+    worker = w.state.workers.get(worker_id)
+    if worker is None or worker.connected:
+        return
+    due_ns = worker.end_ns + w.limits.lost_worker_kept_ns
+    if due_ns > w.now_ns:
+        w.state.agenda.add(due_ns, Due.WORKER_FORGET, worker_id)
+        return
+    replica_events.forget_worker(w, worker_id)
+    w.planner.forget_worker(worker_id)
+    w.drop_worker(worker)
+
+
+def drain(w: Work, worker_id: str, undo: bool) -> Worker:
+    """No new turns and no new leases; what is open goes on."""
+    worker = w.state.workers.get(worker_id)
+    if worker is None or worker.state is WorkerState.FENCED:
+        raise NotFoundError("worker", worker_id)
+    if worker.draining == undo:
+        worker = worker.drained(undo)
+        w.put_worker(worker)
+        w.command(worker.ref, Drain(undo))
+        w.fact("worker_drain", worker_id=worker_id, undo=undo)
+    return worker
+
+
+def fence(w: Work, ref: WorkerRef, attestation: str) -> Worker:
+    """A boot is attested dead: it reads nothing and writes nothing any more."""
+    worker = w.state.workers.get(ref.worker_id)
+    if worker is None:
+        raise NotFoundError("worker", ref.worker_id)
+    if worker.ref != ref:
+        raise IncarnationMismatchError(
+            f"worker {ref.worker_id} is registered as incarnation {worker.ref.incarnation}, not "
+            f"{ref.incarnation}: nothing was fenced",
+            worker_id=ref.worker_id,
+            registered=worker.ref.incarnation,
+            named=ref.incarnation,
+        )
+    if worker.state is WorkerState.FENCED:
+        return worker
+    if worker.connected:
+        w.command(ref, Fenced(attestation))
+        w.disconnect(worker, "FENCED")
+    worker = worker.fenced(w.now_ns)
+    w.put_worker(worker)
+    w.state.agenda.add(w.now_ns + w.limits.lost_worker_kept_ns, Due.WORKER_FORGET, ref.worker_id)
+    for lease in w.leases_of(ref.worker_id):
+        if lease.destination == ref:
+            lease_events.reader_gone(w, lease, LeaseState.REVOKED, "FENCED")
+        elif lease.source == ref and lease.open:
+            lease_events.stop(w, lease, LeaseState.FAILED, "SOURCE_FENCED")
+    replica_events.forget_worker(w, ref.worker_id)
+    for other in w.state.workers.values():
+        if other.connected:
+            w.command(other.ref, PeerFenced(ref))
+    w.fact(
+        "worker_fenced",
+        worker_id=ref.worker_id,
+        incarnation=ref.incarnation,
+        attestation=attestation,
+    )
+    return worker

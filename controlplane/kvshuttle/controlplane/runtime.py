@@ -1,0 +1,171 @@
+"""Runs events through the registry and lets their effects out once they are durable.
+
+Everything happens on one event loop. The order in which effects leave is the order in which events
+were applied, so a command that an event caused is on its agent's stream before the caller of that
+event has its answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from kvshuttle.controlplane.store.base import StoreError
+from kvshuttle.controlplane.store.journal import Journal
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvshuttle.controlplane.clock import Clock
+    from kvshuttle.controlplane.model.commands import Command
+    from kvshuttle.controlplane.model.effects import Change, Decision, Disconnect, Fact
+    from kvshuttle.controlplane.model.registry import Registry
+    from kvshuttle.controlplane.model.terms import WorkerRef
+    from kvshuttle.controlplane.store.base import Store
+
+__all__ = ["AgentStreams", "Observer", "Runtime", "Watchers"]
+
+T = TypeVar("T")
+
+
+class AgentStreams(Protocol):
+    """Where commands go."""
+
+    def deliver(self, ref: WorkerRef, command: Command) -> None:
+        """Puts a command on the boot's stream; drops it if there is none."""
+        ...
+
+    def disconnect(self, order: Disconnect) -> None:
+        """Ends a stream after what is queued on it."""
+        ...
+
+
+class Watchers(Protocol):
+    """Where changes go."""
+
+    def publish(self, change: Change) -> None:
+        """One change, in order."""
+        ...
+
+
+class Observer(Protocol):
+    """Logs and metrics."""
+
+    def fact(self, fact: Fact) -> None:
+        """Something happened, and is durable."""
+        ...
+
+    def committed(self, records: int, seconds: float) -> None:
+        """A commit to a durable store."""
+        ...
+
+
+class Runtime:
+    """`failed` is set, with the error, when the store cannot be written: what is in memory is
+    then ahead of the disk for good, so the process must end."""
+
+    def __init__(
+        self,
+        registry: Registry,
+        store: Store,
+        clock: Clock,
+        streams: AgentStreams,
+        watchers: Watchers,
+        observer: Observer,
+    ) -> None:
+        self.registry = registry
+        self.clock = clock
+        self._streams = streams
+        self._watchers = watchers
+        self._observer = observer
+        self._waiting: set[asyncio.Future[Any]] = set()
+        loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[BaseException] = loop.create_future()
+        self._journal = Journal(store, loop, self._fail, observer.committed)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_result(error)
+        for future in self._waiting:
+            if not future.done():
+                future.set_exception(
+                    StoreError(f"the control plane's store failed and it is stopping: {error}")
+                )
+        self._waiting.clear()
+
+    def post(
+        self,
+        event: Callable[[int], Decision[T]],
+        attach: Callable[[T], None] | None = None,
+    ) -> asyncio.Future[T]:
+        """Applies an event now; the future has its answer once its effects are durable and out.
+        `attach` runs just before the effects leave. DomainErrors are raised at once."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        if self.failed.done():
+            future.set_exception(StoreError("the control plane's store failed; it is stopping"))
+            return future
+        decision = event(self.clock.now_ns())
+        effects = decision.effects
+        self._waiting.add(future)
+
+        def release() -> None:
+            if attach is not None:
+                attach(decision.result)
+            for ref, command in effects.commands:
+                self._streams.deliver(ref, command)
+            for order in effects.disconnects:
+                self._streams.disconnect(order)
+            for change in effects.changes:
+                self._watchers.publish(change)
+            for fact in effects.facts:
+                self._observer.fact(fact)
+            self._waiting.discard(future)
+            if not future.done():  # a caller that went away has cancelled it
+                future.set_result(decision.result)
+
+        self._journal.append(effects.records, release)
+        return future
+
+    def forget(self, event: Callable[[int], Decision[T]]) -> None:
+        """Applies an event whose answer nobody needs; a store's failure is seen in `failed`."""
+        self.post(event).add_done_callback(_retrieve)
+
+    async def apply(
+        self,
+        event: Callable[[int], Decision[T]],
+        attach: Callable[[T], None] | None = None,
+    ) -> T:
+        """`post`, and waits."""
+        return await self.post(event, attach)
+
+    async def settled(self) -> None:
+        """Waits until everything applied so far is durable: a reader must not be shown what a
+        crash could still undo."""
+        future: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        self._waiting.add(future)
+
+        def release() -> None:
+            self._waiting.discard(future)
+            if not future.done():
+                future.set_result(None)
+
+        self._journal.append((), release)
+        if self.failed.done():
+            raise StoreError("the control plane's store failed; it is stopping")
+        await future
+
+    async def run_ticks(self) -> None:
+        """Feeds time to the registry until cancelled."""
+        while True:
+            await asyncio.sleep(self.registry.limits.tick_ns / 1e9)
+            if not self.failed.done():
+                self.forget(self.registry.tick)
+
+    async def close(self) -> None:
+        """Makes durable and lets out what was applied."""
+        await self._journal.close()
+
+
+def _retrieve(future: asyncio.Future[T]) -> None:
+    if not future.cancelled():
+        future.exception()

@@ -1,0 +1,294 @@
+"""Puts the parts together: store, registry, services, two listeners."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import secrets
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import structlog
+from grpc_channelz.v1 import channelz
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvshuttle.controlplane import __version__
+from kvshuttle.controlplane.auth import Tokens
+from kvshuttle.controlplane.clock import Timeline
+from kvshuttle.controlplane.model.registry import Registry
+from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH
+from kvshuttle.controlplane.observer import Metrics, MetricsServer
+from kvshuttle.controlplane.planner import Planner
+from kvshuttle.controlplane.runtime import Runtime
+from kvshuttle.controlplane.services.agents import AgentService, Streams
+from kvshuttle.controlplane.services.checks import Checks
+from kvshuttle.controlplane.services.cluster import About, ClusterService
+from kvshuttle.controlplane.services.guard import Guard
+from kvshuttle.controlplane.services.leases import LeaseService
+from kvshuttle.controlplane.services.sessions import SessionService
+from kvshuttle.controlplane.services.watch import Hubs
+from kvshuttle.controlplane.settings import Settings, SettingsError
+from kvshuttle.controlplane.store import MemoryStore, SqliteStore
+from kvshuttle.v1 import agent_service_pb2_grpc as agent_grpc
+from kvshuttle.v1 import cluster_service_pb2_grpc as cluster_grpc
+from kvshuttle.v1 import lease_service_pb2_grpc as lease_grpc
+from kvshuttle.v1 import session_service_pb2_grpc as session_grpc
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from kvshuttle.controlplane.model.limits import Limits
+    from kvshuttle.controlplane.store import Store
+
+__all__ = ["Addresses", "Server"]
+
+log = structlog.get_logger("kvshuttle.controlplane")
+
+API_SERVICES = (
+    "kvshuttle.v1.SessionService",
+    "kvshuttle.v1.LeaseService",
+    "kvshuttle.v1.ClusterService",
+)
+AGENT_SERVICES = ("kvshuttle.v1.AgentService",)
+_KEEPALIVE = (
+    # A peer that vanished without a word is noticed in half a minute, on idle streams too.
+    ("grpc.keepalive_time_ms", 20_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
+    ("grpc.http2.max_ping_strikes", 0),
+    # Two processes must not share a port by accident.
+    ("grpc.so_reuseport", 0),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Addresses:
+    """Where the server listens; `metrics` is empty when it is off."""
+
+    api: str
+    agent: str
+    metrics: str
+
+
+class Server:
+    """One control plane. `limits` overrides what the settings give (tests do that).
+
+    StoreError or SettingsError from `start`; after it, `stop` lets go of everything.
+    """
+
+    def __init__(self, settings: Settings, limits: Limits | None = None) -> None:
+        self.settings = settings
+        self.limits = limits if limits is not None else settings.limits()
+        self.metrics = Metrics()
+        self.clock = Timeline()
+        self.addresses = Addresses("", "", "")
+        self.streams = Streams(self.limits)
+        self._stores: list[Store] = []
+        self._servers: list[grpc.aio.Server] = []
+        self._health: list[Any] = []
+        self._metrics_server: MetricsServer | None = None
+        self._ticker: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """Opens the store, begins a new epoch, and serves."""
+        settings = self.settings
+        store: Store = (
+            MemoryStore() if settings.store == "memory" else SqliteStore(settings.store_path)
+        )
+        self._stores.append(store)
+        snapshot = await asyncio.to_thread(store.load)
+        self.clock.not_before(snapshot.time_ns)
+        self.registry = Registry(
+            self.limits,
+            Planner(min_tokens=self.limits.min_tokens),
+            accept_lineage_change=settings.accept_lineage_change,
+        )
+        self.hubs = Hubs(self.limits, (snapshot.epoch + 1) * REVISIONS_PER_EPOCH)
+        self.runtime = Runtime(
+            self.registry, store, self.clock, self.streams, self.hubs, self.metrics
+        )
+        # Nobody is served before the new epoch is durable: it must never be used twice.
+        await self.runtime.apply(
+            lambda now: self.registry.start(now, snapshot, f"lineage-{secrets.token_hex(8)}")
+        )
+        tokens = None
+        if settings.tokens_file is not None:
+            try:
+                tokens = Tokens.load(settings.tokens_file)
+            except (OSError, ValueError) as error:
+                raise SettingsError(f"tokens_file: {error}") from error
+        about = About(self.clock.now_ns(), store.kind, settings.insecure)
+        checks = Checks(self.limits)
+        # An agent is known by its certificate only, so its listener has no tokens.
+        agents = self._listener(None, self.limits.agent_message_bytes)
+        agent_grpc.add_AgentServiceServicer_to_server(
+            AgentService(self.runtime, self.streams, checks, self.limits), agents
+        )
+        api = self._listener(tokens, self.limits.api_message_bytes)
+        session_grpc.add_SessionServiceServicer_to_server(
+            SessionService(self.runtime, checks, self.hubs.sessions, _new_token), api
+        )
+        lease_grpc.add_LeaseServiceServicer_to_server(
+            LeaseService(self.runtime, checks, self.hubs.leases), api
+        )
+        cluster_grpc.add_ClusterServiceServicer_to_server(
+            ClusterService(self.runtime, checks, about), api
+        )
+        channelz.add_channelz_servicer(api)
+        await self._add_health(api, API_SERVICES)
+        await self._add_health(agents, AGENT_SERVICES)
+        names = (
+            *API_SERVICES,
+            health.SERVICE_NAME,
+            "grpc.channelz.v1.Channelz",
+            reflection.SERVICE_NAME,
+        )
+        reflection.enable_server_reflection(names, api)
+        reflection.enable_server_reflection(
+            (*AGENT_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), agents
+        )
+        self.addresses = Addresses(
+            api=self._bind(api, settings.api_address, require_certificate=False),
+            agent=self._bind(agents, settings.agent_address, require_certificate=True),
+            metrics=self._serve_metrics(),
+        )
+        for server in self._servers:
+            await server.start()
+        self._ticker = asyncio.create_task(self.runtime.run_ticks())
+        log.info(
+            "listening",
+            api=self.addresses.api,
+            agent=self.addresses.agent,
+            metrics=self.addresses.metrics,
+            epoch=self.registry.state.epoch,
+            store=store.kind,
+            insecure=settings.insecure,
+            version=__version__,
+            pid=os.getpid(),
+        )
+        if settings.ready_file is not None:
+            self._write_ready(settings.ready_file)
+
+    def _listener(self, tokens: Tokens | None, message_bytes: int) -> grpc.aio.Server:
+        guard = Guard(
+            insecure=self.settings.insecure,
+            tokens=tokens,
+            limits=self.limits,
+            metrics=self.metrics,
+        )
+        server = grpc.aio.server(
+            interceptors=(guard,),
+            options=(
+                *_KEEPALIVE,
+                ("grpc.max_receive_message_length", message_bytes),
+                ("grpc.max_send_message_length", -1),
+            ),
+        )
+        self._servers.append(server)
+        return server
+
+    async def _add_health(self, server: grpc.aio.Server, services: tuple[str, ...]) -> None:
+        servicer = health.aio.HealthServicer()
+        health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
+        for name in ("", *services):
+            await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        self._health.append(servicer)
+
+    def _bind(self, server: grpc.aio.Server, address: str, *, require_certificate: bool) -> str:
+        settings = self.settings
+        try:
+            if settings.insecure:
+                port = server.add_insecure_port(address)
+            else:
+                assert settings.tls_cert is not None
+                assert settings.tls_key is not None
+                assert settings.client_ca is not None
+                port = server.add_secure_port(
+                    address,
+                    _credentials(
+                        settings.tls_cert,
+                        settings.tls_key,
+                        settings.client_ca,
+                        require_certificate=require_certificate,
+                    ),
+                )
+        except RuntimeError as error:
+            raise SettingsError(f"{address} cannot be listened on: {error}") from error
+        return f"{address.rpartition(':')[0]}:{port}"
+
+    def _serve_metrics(self) -> str:
+        address = self.settings.metrics_address
+        if not address:
+            return ""
+        host, _, port = address.rpartition(":")
+        try:
+            self._metrics_server = MetricsServer(
+                self.metrics, self.registry, host.strip("[]"), int(port)
+            )
+        except OSError as error:
+            raise SettingsError(f"{address} cannot be listened on: {error}") from error
+        return f"{host}:{self._metrics_server.port}"
+
+    def _write_ready(self, path: Path) -> None:
+        ready = {
+            "api": self.addresses.api,
+            "agent": self.addresses.agent,
+            "metrics": self.addresses.metrics,
+            "epoch": self.registry.state.epoch,
+            "pid": os.getpid(),
+        }
+        # Whoever waits for the file must never read half of it.
+        part = path.with_name(f".{path.name}.{os.getpid()}")
+        part.write_text(json.dumps(ready) + "\n", encoding="utf-8")
+        part.replace(path)
+
+    async def failed(self) -> BaseException:
+        """Waits for the store to fail; returns why. The process must then end."""
+        return await asyncio.shield(self.runtime.failed)
+
+    async def stop(self) -> None:
+        """Not serving, streams ended, calls finished within the grace, everything durable."""
+        if self.settings.ready_file is not None:
+            self.settings.ready_file.unlink(missing_ok=True)
+        for servicer in self._health:
+            await servicer.enter_graceful_shutdown()
+        self.streams.end_all("STOPPING")
+        await asyncio.gather(*(server.stop(self.settings.stop_grace) for server in self._servers))
+        if self._ticker is not None:
+            self._ticker.cancel()
+            await asyncio.gather(self._ticker, return_exceptions=True)
+        if self._metrics_server is not None:
+            await self._metrics_server.close()
+        if hasattr(self, "runtime"):
+            await self.runtime.close()
+        for store in self._stores:
+            store.close()
+        log.info("stopped")
+
+
+def _new_token() -> str:
+    """128 unguessable bits: the token names a turn to the agents."""
+    return secrets.token_urlsafe(16)
+
+
+def _credentials(
+    cert: Path, key: Path, client_ca: Path, *, require_certificate: bool
+) -> grpc.ServerCredentials:
+    """On the API's listener a certificate is asked for, but a bearer token does as well."""
+    try:
+        return grpc.dynamic_ssl_server_credentials(
+            grpc.ssl_server_certificate_configuration(
+                [(key.read_bytes(), cert.read_bytes())], client_ca.read_bytes()
+            ),
+            # Read again for every new connection, so that renewed certificates are taken up.
+            lambda: grpc.ssl_server_certificate_configuration(
+                [(key.read_bytes(), cert.read_bytes())], client_ca.read_bytes()
+            ),
+            require_client_authentication=require_certificate,
+        )
+    except OSError as error:
+        raise SettingsError(f"TLS files cannot be read: {error}") from error

@@ -1,0 +1,1 @@
+"""Thin adapters: a message becomes a call, a DomainError becomes a status code."""

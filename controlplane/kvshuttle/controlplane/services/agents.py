@@ -1,0 +1,276 @@
+"""AgentService: one stream a worker."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+import structlog
+
+from kvshuttle.controlplane.auth import Role
+from kvshuttle.controlplane.model.errors import InvalidFieldError
+from kvshuttle.controlplane.services.convert import duration
+from kvshuttle.controlplane.services.errors import PermissionDeniedError
+from kvshuttle.controlplane.services.guard import caller
+from kvshuttle.controlplane.services.wire import (
+    apply_event,
+    command_out,
+    heartbeat_in,
+    hello_in,
+    peer_out,
+)
+from kvshuttle.v1 import agent_service_pb2 as pb
+from kvshuttle.v1 import agent_service_pb2_grpc as pb_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from typing import Any
+
+    from kvshuttle.controlplane.model.commands import Command
+    from kvshuttle.controlplane.model.effects import Decision, Disconnect
+    from kvshuttle.controlplane.model.limits import Limits
+    from kvshuttle.controlplane.model.reports import Hello
+    from kvshuttle.controlplane.model.terms import WorkerRef
+    from kvshuttle.controlplane.model.worker_events import Welcome
+    from kvshuttle.controlplane.runtime import Runtime
+    from kvshuttle.controlplane.services.checks import Checks
+
+__all__ = ["AgentService", "Streams"]
+
+log = structlog.get_logger("kvshuttle.controlplane.agents")
+
+LINGER_S = 2.0
+"""How long an ended stream may take to send what is queued on it."""
+
+
+class _Stream:
+    """The way down to one boot: commands queue here until its writer takes them."""
+
+    def __init__(self, ref: WorkerRef, boot_id: str, generation: int) -> None:
+        self.ref = ref
+        self.boot_id = boot_id
+        self.generation = generation
+        self.welcome: pb.AgentWelcome | None = None
+        self.queue: list[Command] = []
+        self.wake = asyncio.Event()
+        self.end_reason = ""
+        self.writer: asyncio.Task[Any] | None = None
+
+    def end(self, reason: str) -> None:
+        """The writer sends what is queued, and ends; one that cannot send is cancelled."""
+        if not self.end_reason:
+            self.end_reason = reason
+            self.wake.set()
+            if self.writer is not None:
+                asyncio.get_running_loop().call_later(LINGER_S, self.writer.cancel)
+
+
+class Streams:
+    """The `AgentStreams` of a runtime: at most one stream a worker, the newest."""
+
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self._streams: dict[str, _Stream] = {}
+
+    def attach(self, stream: _Stream) -> None:
+        """A newer stream of a boot replaces the older one; what that had queued is dropped, and
+        said again as far as it still holds (see `worker_events.hello`)."""
+        older = self._streams.get(stream.ref.worker_id)
+        if older is not None:
+            older.queue.clear()
+            older.end("REPLACED")
+        self._streams[stream.ref.worker_id] = stream
+
+    def detach(self, stream: _Stream) -> None:
+        """A stream has ended."""
+        if self._streams.get(stream.ref.worker_id) is stream:
+            del self._streams[stream.ref.worker_id]
+
+    def deliver(self, ref: WorkerRef, command: Command) -> None:
+        """Puts a command on the boot's stream; drops it if there is none."""
+        stream = self._streams.get(ref.worker_id)
+        if stream is None or stream.ref != ref or stream.end_reason:
+            return
+        if len(stream.queue) >= self._limits.command_queue_max:
+            log.warning("agent_stalled", worker_id=ref.worker_id, queued=len(stream.queue))
+            stream.queue.clear()
+            stream.end("STALLED")
+            return
+        stream.queue.append(command)
+        stream.wake.set()
+
+    def disconnect(self, order: Disconnect) -> None:
+        """Ends a stream after what is queued on it."""
+        stream = self._streams.get(order.ref.worker_id)
+        if stream is not None and stream.generation == order.generation:
+            stream.end(order.reason)
+
+    def end_all(self, reason: str) -> None:
+        """The control plane stops."""
+        for stream in self._streams.values():
+            stream.end(reason)
+
+
+class AgentService(pb_grpc.AgentServiceServicer):
+    """Reads each stream in one task and writes it in another."""
+
+    def __init__(self, runtime: Runtime, streams: Streams, checks: Checks, limits: Limits) -> None:
+        self._runtime = runtime
+        self._streams = streams
+        self._checks = checks
+        self._limits = limits
+
+    async def Connect(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.ConnectRequest], context: Any
+    ) -> AsyncIterator[pb.ConnectResponse]:
+        """One agent's stream, from its hello to its end."""
+        stream = await self._welcome(request_iterator)
+        stream.writer = asyncio.current_task()
+        reader = asyncio.create_task(self._read(request_iterator, stream))
+        try:
+            assert stream.welcome is not None
+            yield self._message(stream, welcome=stream.welcome)
+            while True:
+                try:
+                    async with asyncio.timeout(self._limits.heartbeat_ns / 1e9):
+                        await stream.wake.wait()
+                except TimeoutError:
+                    # The agent takes a long silence for a dead control plane.
+                    yield self._message(stream, commands=pb.AgentCommands())
+                stream.wake.clear()
+                while stream.queue:
+                    batch = stream.queue[: self._limits.commands_per_message]
+                    del stream.queue[: len(batch)]
+                    yield self._message(
+                        stream,
+                        commands=pb.AgentCommands(commands=[command_out(c) for c in batch]),
+                    )
+                if stream.end_reason:
+                    return
+        finally:
+            self._streams.detach(stream)
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            reason = stream.end_reason or "CLOSED"
+            self._runtime.forget(
+                lambda now: self._runtime.registry.stream_lost(
+                    now, stream.ref, stream.generation, reason
+                )
+            )
+
+    def _message(self, stream: _Stream, **what: Any) -> pb.ConnectResponse:
+        return pb.ConnectResponse(
+            # The epoch of the moment: it may have been raised since the stream began.
+            epoch=self._runtime.registry.state.epoch,
+            boot_id=stream.boot_id,
+            stream_generation=stream.generation,
+            **what,
+        )
+
+    async def _welcome(self, requests: AsyncIterator[pb.ConnectRequest]) -> _Stream:
+        says = await self._hello(requests)
+        made: list[_Stream] = []
+
+        def attach(welcome: Welcome) -> None:
+            worker = welcome.worker
+            stream = _Stream(worker.ref, worker.boot_id, worker.stream_generation)
+            stream.welcome = self._welcome_out(welcome)
+            self._streams.attach(stream)
+            made.append(stream)
+
+        try:
+            await self._runtime.apply(lambda now: self._runtime.registry.hello(now, says), attach)
+        except asyncio.CancelledError:
+            # The agent went away while its hello was being stored; the stream that may be
+            # attached by then has nobody to serve it.
+            self._runtime.forget(lambda now: self._lost_while_greeting(now, says, made))
+            raise
+        return made[0]
+
+    def _lost_while_greeting(self, now: int, says: Hello, made: list[_Stream]) -> Decision[None]:
+        for stream in made:
+            self._streams.detach(stream)
+        worker = self._runtime.registry.state.workers[says.worker_id]
+        return self._runtime.registry.stream_lost(
+            now, worker.ref, worker.stream_generation, "CLOSED"
+        )
+
+    def _welcome_out(self, welcome: Welcome) -> pb.AgentWelcome:
+        limits = self._limits
+        return pb.AgentWelcome(
+            incarnation=welcome.worker.ref.incarnation,
+            lineage_id=welcome.lineage_id,
+            heartbeat_interval=duration(limits.heartbeat_ns),
+            silence_limit=duration(limits.silence_ns),
+            clock_drift_ppm=limits.clock_drift_ppm,
+            peers=[peer_out(peer) for peer in welcome.peers],
+            default_retention=duration(limits.retention_ns),
+        )
+
+    async def _hello(self, requests: AsyncIterator[pb.ConnectRequest]) -> Hello:
+        first = None
+        try:
+            async with asyncio.timeout(self._limits.hello_wait_ns / 1e9):
+                first = await anext(aiter(requests), None)
+        except TimeoutError:
+            pass
+        if first is None or first.WhichOneof("message") != "hello":
+            what = first.WhichOneof("message") if first is not None else None
+            raise InvalidFieldError("message", what, "the first message must be a hello")
+        hello = first.hello
+        checks = self._checks
+        checks.worker_id("hello.worker_id", hello.worker_id)
+        checks.text("hello.boot_id", hello.boot_id, 128, required=True)
+        checks.text("hello.url", hello.url, self._limits.url_chars, required=True)
+        for name in ("block_size", "num_blocks", "bytes_per_block"):
+            if not getattr(hello, name):
+                raise InvalidFieldError(f"hello.{name}", 0, "give the engine's value")
+        who = caller()
+        if who.role is Role.WORKER and who.name != hello.worker_id:
+            raise PermissionDeniedError(
+                f"the certificate is of worker {who.name}, the hello of {hello.worker_id}",
+                certificate=who.name,
+                worker_id=hello.worker_id,
+            )
+        try:
+            return hello_in(hello)
+        except ValueError as error:
+            raise InvalidFieldError(
+                "hello", str(error), "use enum values of kvshuttle.v1"
+            ) from error
+
+    async def _read(self, requests: AsyncIterator[pb.ConnectRequest], stream: _Stream) -> None:
+        try:
+            async for request in requests:
+                self._apply(request, stream)
+            stream.end("CLOSED")
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:  # the stream broke; its end says so to the registry
+            log.info("agent_stream_broken", worker_id=stream.ref.worker_id, error=repr(error))
+            stream.end("BROKEN")
+
+    def _apply(self, request: pb.ConnectRequest, stream: _Stream) -> None:
+        if stream.end_reason:
+            return  # replaced or fenced: nothing of it counts any more
+        registry = self._runtime.registry
+
+        def event(now: int) -> Decision[None]:
+            batch = registry.agent(now, stream.ref)
+            kind = request.WhichOneof("message")
+            if kind == "heartbeat":
+                batch.heartbeat(heartbeat_in(request.heartbeat))
+            elif kind == "events":
+                for item in request.events.events:
+                    try:
+                        apply_event(batch, item)
+                    except Exception:
+                        # One bad event must not lose the others of its batch.
+                        log.exception(
+                            "agent_event_dropped",
+                            worker_id=stream.ref.worker_id,
+                            kind=item.WhichOneof("event"),
+                        )
+            return batch.finish()
+
+        self._runtime.forget(event)

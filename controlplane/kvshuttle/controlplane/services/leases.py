@@ -1,0 +1,154 @@
+"""LeaseService."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvshuttle.controlplane.model.effects import LeaseChange
+from kvshuttle.controlplane.model.errors import NotFoundError
+from kvshuttle.controlplane.model.terms import LeaseState
+from kvshuttle.controlplane.services.convert import lease_out
+from kvshuttle.controlplane.services.guard import tenant_or_all
+from kvshuttle.controlplane.services.watch import Changed, Piece, token
+from kvshuttle.v1 import lease_service_pb2 as pb
+from kvshuttle.v1 import lease_service_pb2_grpc as pb_grpc
+from kvshuttle.v1 import session_service_pb2 as sessions_pb
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+    from typing import Any
+
+    from kvshuttle.controlplane.model.lease import Lease
+    from kvshuttle.controlplane.runtime import Runtime
+    from kvshuttle.controlplane.services.checks import Checks
+    from kvshuttle.controlplane.services.watch import Hub
+
+__all__ = ["LeaseService"]
+
+RENEW_LEAST_NS = 1_000_000_000
+"""Below a heartbeat's interval a renewal could not lengthen anything."""
+
+
+class LeaseService(pb_grpc.LeaseServiceServicer):
+    """Each method: check, call, convert."""
+
+    def __init__(self, runtime: Runtime, checks: Checks, hub: Hub[LeaseChange]) -> None:
+        self._runtime = runtime
+        self._checks = checks
+        self._hub = hub
+
+    def _lease(self, lease_id: str) -> Lease:
+        self._checks.text("lease_id", lease_id, 128, required=True)
+        lease = self._runtime.registry.state.leases.get(lease_id)
+        only = tenant_or_all()
+        # Another tenant's lease is not there, rather than forbidden: its name says too much.
+        if lease is None or (only is not None and lease.key.tenant != only):
+            raise NotFoundError("lease", lease_id)
+        return lease
+
+    async def GetLease(  # noqa: N802
+        self, request: pb.GetLeaseRequest, context: Any
+    ) -> pb.GetLeaseResponse:
+        """Reads one lease."""
+        lease = lease_out(self._lease(request.lease_id))
+        await self._runtime.settled()
+        return pb.GetLeaseResponse(lease=lease)
+
+    async def ListLeases(  # noqa: N802
+        self, request: pb.ListLeasesRequest, context: Any
+    ) -> pb.ListLeasesResponse:
+        """A page of leases, newest first."""
+        checks = self._checks
+        size = checks.page_size(request.page_size)
+        states = {checks.enum("states", state, LeaseState) for state in request.states}
+        session_id = checks.text("session_id", request.session_id, checks.limits.session_id_chars)
+        worker_id = checks.worker_id("worker_id", request.worker_id, required=False)
+        after = checks.page_token(request.page_token, 2)
+        floor = tuple(after) if after else None
+        only = tenant_or_all()
+        page: list[Lease] = []
+        # The dict is in the order of making.
+        for lease in reversed(self._runtime.registry.state.leases.values()):
+            if (
+                (floor is None or lease.order < floor)
+                and (only is None or lease.key.tenant == only)
+                and (not states or lease.state in states)
+                and (not session_id or lease.key.session_id == session_id)
+                and (
+                    not worker_id
+                    or worker_id in (lease.source.worker_id, lease.destination.worker_id)
+                )
+            ):
+                page.append(lease)
+                if len(page) > size:
+                    break
+        shown = [lease_out(lease) for lease in page[:size]]
+        await self._runtime.settled()
+        return pb.ListLeasesResponse(
+            leases=shown,
+            next_page_token=checks.next_page(*page[size - 1].order) if len(page) > size else "",
+        )
+
+    async def RenewLease(  # noqa: N802
+        self, request: pb.RenewLeaseRequest, context: Any
+    ) -> pb.RenewLeaseResponse:
+        """Starts an extension."""
+        self._checks.request_id(request.request_id)
+        self._lease(request.lease_id)
+        ttl_ns = self._checks.duration("ttl", request.ttl, RENEW_LEAST_NS)
+        lease = await self._runtime.apply(
+            lambda now: self._runtime.registry.renew(now, request.lease_id, ttl_ns)
+        )
+        return pb.RenewLeaseResponse(lease=lease_out(lease))
+
+    async def RevokeLease(  # noqa: N802
+        self, request: pb.RevokeLeaseRequest, context: Any
+    ) -> pb.RevokeLeaseResponse:
+        """Stops a lease."""
+        self._checks.request_id(request.request_id)
+        reason = self._checks.text("reason", request.reason, self._checks.limits.text_chars)
+        self._lease(request.lease_id)
+        lease = await self._runtime.apply(
+            lambda now: self._runtime.registry.revoke(now, request.lease_id, reason)
+        )
+        return pb.RevokeLeaseResponse(lease=lease_out(lease))
+
+    async def WatchLeases(  # noqa: N802
+        self, request: pb.WatchLeasesRequest, context: Any
+    ) -> AsyncIterator[pb.WatchLeasesResponse]:
+        """A snapshot of the open leases, then changes."""
+        only = tenant_or_all()
+        wanted = self._checks.text(
+            "session_id", request.session_id, self._checks.limits.session_id_chars
+        )
+
+        def wants(change: LeaseChange) -> bool:
+            key = change.lease.key
+            return (only is None or key.tenant == only) and (not wanted or key.session_id == wanted)
+
+        def snapshot() -> tuple[int, list[LeaseChange]]:
+            state = self._runtime.registry.state
+            items = (
+                LeaseChange(state.revision, lease) for lease in state.leases.values() if lease.open
+            )
+            return state.revision, [item for item in items if wants(item)]
+
+        async for event in self._hub.watch(
+            request.resume_token, wants, snapshot, self._runtime.settled
+        ):
+            if isinstance(event, Piece):
+                yield pb.WatchLeasesResponse(
+                    snapshot=pb.LeaseSnapshot(
+                        leases=[lease_out(item.lease) for item in event.items],
+                        complete=event.complete,
+                    ),
+                    resume_token=token(event.revision) if event.complete else "",
+                )
+            elif isinstance(event, Changed):
+                yield pb.WatchLeasesResponse(
+                    changed=lease_out(event.item.lease), resume_token=token(event.item.revision)
+                )
+            else:
+                progress = sessions_pb.WatchProgress()
+                progress.time.FromNanoseconds(self._runtime.clock.now_ns())
+                yield pb.WatchLeasesResponse(progress=progress, resume_token=token(event.revision))

@@ -1,0 +1,281 @@
+"""Agents' messages to reports, and commands to messages."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, cast
+
+from kvshuttle.controlplane.model import commands as c
+from kvshuttle.controlplane.model.reports import (
+    Counters,
+    Descriptors,
+    Heartbeat,
+    Hello,
+    LeaseReport,
+    LegReport,
+    PoolStats,
+    ReplicaReport,
+    StopReport,
+)
+from kvshuttle.controlplane.model.terms import (
+    BlockRange,
+    Leg,
+    ReplicaState,
+    SessionKey,
+    TransferOutcome,
+    TransferStats,
+    WorkerRole,
+)
+from kvshuttle.controlplane.services.convert import duration, duration_ns, ref_out
+from kvshuttle.v1 import agent_service_pb2 as pb
+from kvshuttle.v1 import types_pb2 as types
+
+if TYPE_CHECKING:
+    from kvshuttle.controlplane.model.registry import AgentBatch
+    from kvshuttle.v1 import cluster_service_pb2 as cluster
+    from kvshuttle.v1 import lease_service_pb2 as leases
+
+__all__ = ["apply_event", "command_out", "heartbeat_in", "hello_in", "peer_out"]
+
+
+def _replica_in(message: pb.ReplicaOffered) -> ReplicaReport:
+    state = int(message.state) or ReplicaState.HARD
+    return ReplicaReport(
+        key=SessionKey(message.tenant, message.session_id),
+        head_hash=message.head_hash,
+        num_blocks=message.num_blocks,
+        num_tokens=message.num_tokens,
+        state=ReplicaState(state),
+        hold_remaining_ns=duration_ns(message.hold_remaining),
+        turn_token=message.turn_token,
+        leg=Leg(message.leg) if message.leg else None,
+    )
+
+
+def hello_in(message: pb.AgentHello) -> Hello:
+    """ValueError for an enum value that is not known."""
+    return Hello(
+        worker_id=message.worker_id,
+        boot_id=message.boot_id,
+        role=WorkerRole(message.role),
+        url=message.url,
+        fingerprint=tuple(sorted((f.name, f.value) for f in message.fingerprint)),
+        block_size=message.block_size,
+        num_blocks=message.num_blocks,
+        bytes_per_block=message.bytes_per_block,
+        prefix_caching=message.prefix_caching,
+        num_ranks=len(message.ranks),
+        ranks=tuple(message.ranks),
+        highest_epoch=message.highest_epoch,
+        lineage_id=message.lineage_id,
+        clock=message.clock,
+        vllm_version=message.vllm_version,
+        agent_version=message.agent_version,
+        replicas=tuple(_replica_in(replica) for replica in message.replicas),
+        leases=tuple(
+            LeaseReport(lease.lease_id, lease.version, lease.is_source, lease.transferring)
+            for lease in message.leases
+        ),
+    )
+
+
+def _pool_in(message: cluster.PoolStats) -> PoolStats:
+    return PoolStats(
+        total_blocks=message.total_blocks,
+        free_blocks=message.free_blocks,
+        held_blocks=message.held_blocks,
+        holds=message.holds,
+        quarantined_blocks=message.quarantined_blocks,
+        running_requests=message.running_requests,
+        waiting_requests=message.waiting_requests,
+        open_leases=message.open_leases,
+    )
+
+
+def heartbeat_in(message: pb.AgentHeartbeat) -> Heartbeat:
+    """A heartbeat."""
+    counters = message.counters
+    return Heartbeat(
+        clock=message.clock,
+        pool=_pool_in(message.pool),
+        counters=Counters(
+            transfers_completed=counters.transfers_completed,
+            forward_bytes=counters.forward_bytes,
+            return_bytes=counters.return_bytes,
+            forward_tokens=counters.forward_tokens,
+            returned_tokens=counters.returned_tokens,
+            computed_tokens=counters.computed_tokens,
+            local_hit_tokens=counters.local_hit_tokens,
+            fallbacks=tuple(sorted(counters.fallbacks.items())),
+        ),
+    )
+
+
+def _stats_in(message: leases.TransferStats) -> TransferStats:
+    return TransferStats(
+        blocks=message.blocks,
+        tokens=message.tokens,
+        bytes=message.bytes,
+        transfer_ns=duration_ns(message.transfer_time),
+        wait_ns=duration_ns(message.wait_time),
+    )
+
+
+def _descriptors_in(message: types.BlockDescriptors) -> Descriptors:
+    size = message.hash_size or 32
+    return Descriptors(
+        range=BlockRange(message.range.start, message.range.end),
+        head_hash=message.hashes[-size:],
+        payload=message,
+    )
+
+
+def apply_event(batch: AgentBatch, event: pb.AgentEvent) -> None:
+    """One event, as a call. ValueError for an enum value that is not known."""
+    match event.WhichOneof("event"):
+        case "offered":
+            batch.offered(_replica_in(event.offered))
+        case "replica_changed":
+            changed = event.replica_changed
+            batch.replica_changed(
+                SessionKey(changed.tenant, changed.session_id),
+                changed.head_hash,
+                ReplicaState(changed.state),
+                changed.num_blocks,
+                changed.reason,
+            )
+        case "hardened":
+            hardened = event.hardened
+            batch.hardened(hardened.lease_id, hardened.version, _descriptors_in(hardened.blocks))
+        case "refused":
+            batch.refused(event.refused.lease_id, event.refused.reason or "REFUSED")
+        case "extended":
+            extended = event.extended
+            batch.extended(extended.lease_id, extended.version, extended.is_source)
+        case "active":
+            batch.active(event.active.lease_id)
+        case "stopped":
+            stopped = event.stopped
+            batch.stopped(
+                stopped.lease_id,
+                StopReport(
+                    TransferOutcome(stopped.outcome), stopped.reason, _stats_in(stopped.stats)
+                ),
+            )
+        case "source_released":
+            released = event.source_released
+            batch.source_released(released.lease_id, released.reason)
+        case "leg_computed":
+            leg = event.leg_computed
+            batch.computed(
+                LegReport(
+                    turn_token=leg.turn_token,
+                    leg=Leg(leg.leg),
+                    prompt_tokens=leg.prompt_tokens,
+                    local_hit_tokens=leg.local_hit_tokens,
+                    external_tokens=leg.external_tokens,
+                    computed_tokens=leg.computed_tokens,
+                    compute_ns=duration_ns(leg.compute_time),
+                )
+            )
+        case None:
+            raise ValueError("an event without a kind that this version knows")
+
+
+def peer_out(peer: c.AnnouncePeer) -> pb.Peer:
+    """Another worker's memory."""
+    return pb.Peer(
+        worker=ref_out(peer.worker), ranks=cast("tuple[pb.RankEndpoint, ...]", peer.ranks or ())
+    )
+
+
+def command_out(command: c.Command) -> pb.AgentCommand:
+    """An order, as a message."""
+    match command:
+        case c.ExpectTurn():
+            return pb.AgentCommand(
+                expect_turn=pb.ExpectTurn(
+                    turn_token=command.turn_token,
+                    tenant=command.key.tenant,
+                    session_id=command.key.session_id,
+                    turn=command.turn,
+                    leg=types.Leg.ValueType(command.leg),
+                    lease_id=command.lease_id,
+                    lease_follows=command.lease_follows,
+                    lookup_wait=duration(command.lookup_wait_ns),
+                    retention=duration(command.retention_ns),
+                    min_tokens=command.min_tokens,
+                )
+            )
+        case c.ForgetTurn(turn_token, leg):
+            return pb.AgentCommand(
+                forget_turn=pb.ForgetTurn(turn_token=turn_token, leg=types.Leg.ValueType(leg))
+            )
+        case c.Harden():
+            return pb.AgentCommand(
+                harden=pb.Harden(
+                    lease_id=command.lease_id,
+                    version=command.version,
+                    tenant=command.key.tenant,
+                    session_id=command.key.session_id,
+                    head_hash=command.head_hash,
+                    range=types.BlockRange(start=command.range.start, end=command.range.end),
+                    ttl=duration(command.ttl_ns),
+                    guard=duration(command.guard_ns),
+                    destination=ref_out(command.destination),
+                )
+            )
+        case c.Grant():
+            return pb.AgentCommand(
+                grant=pb.Grant(
+                    lease_id=command.lease_id,
+                    version=command.version,
+                    turn_token=command.turn_token,
+                    direction=types.Direction.ValueType(command.direction),
+                    source=ref_out(command.source),
+                    blocks=cast("types.BlockDescriptors", command.blocks.payload),
+                    ttl=duration(command.ttl_ns),
+                    as_of=command.as_of,
+                )
+            )
+        case c.Extend():
+            return pb.AgentCommand(
+                extend=pb.Extend(
+                    lease_id=command.lease_id,
+                    version=command.version,
+                    ttl=duration(command.ttl_ns),
+                    guard=duration(command.guard_ns),
+                    as_of=command.as_of,
+                    is_source=command.is_source,
+                )
+            )
+        case c.Revoke(lease_id, version, reason):
+            return pb.AgentCommand(
+                revoke=pb.Revoke(lease_id=lease_id, version=version, reason=reason)
+            )
+        case c.ReaderStopped(lease_id, version):
+            return pb.AgentCommand(
+                reader_stopped=pb.ReaderStopped(lease_id=lease_id, version=version)
+            )
+        case c.ReleaseReplica(key, head_hash):
+            return pb.AgentCommand(
+                release_replica=pb.ReleaseReplica(
+                    tenant=key.tenant, session_id=key.session_id, head_hash=head_hash
+                )
+            )
+        case c.RetainReplica(key, head_hash, retention_ns):
+            return pb.AgentCommand(
+                retain_replica=pb.RetainReplica(
+                    tenant=key.tenant,
+                    session_id=key.session_id,
+                    head_hash=head_hash,
+                    retention=duration(retention_ns),
+                )
+            )
+        case c.AnnouncePeer():
+            return pb.AgentCommand(peer=peer_out(command))
+        case c.PeerFenced(worker):
+            return pb.AgentCommand(peer_fenced=pb.PeerFenced(worker=ref_out(worker)))
+        case c.Drain(undo):
+            return pb.AgentCommand(drain=pb.Drain(undo=undo))
+        case c.Fenced(reason):
+            return pb.AgentCommand(fenced=pb.Fenced(reason=reason))

@@ -1,0 +1,247 @@
+"""The one settings object: flags over environment over file over defaults."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    CliSettingsSource,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+    YamlConfigSettingsSource,
+)
+
+from kvshuttle.controlplane.auth import is_loopback
+from kvshuttle.controlplane.model.limits import SECOND, Limits
+
+__all__ = ["Settings", "SettingsError", "load"]
+
+ENV_PREFIX = "KVSHUTTLE_CP_"
+_D = Limits()
+
+
+class SettingsError(Exception):
+    """Settings that cannot work; the message says which and what to do."""
+
+
+class Settings(BaseSettings):
+    """kvshuttle's control plane: which session's KV lies where, and who may move it.
+
+    Each option is also a key of the file named by --config (YAML or TOML, underscores for dashes)
+    and an environment variable KVSHUTTLE_CP_<OPTION>. Flags win over the environment, that over
+    the file.
+    """
+
+    model_config = SettingsConfigDict(env_prefix=ENV_PREFIX, extra="forbid", frozen=True)
+
+    config: Path | None = Field(None, description="A file with settings: .yaml, .yml or .toml")
+
+    api_address: str = Field(
+        "127.0.0.1:7400",
+        description="host:port for gateways, clients and operators; port 0 takes a free one",
+    )
+    agent_address: str = Field(
+        "127.0.0.1:7401", description="host:port for workers' agents; port 0 takes a free one"
+    )
+    metrics_address: str = Field(
+        "127.0.0.1:7402",
+        description="host:port of /metrics for Prometheus (plain HTTP); empty turns it off",
+    )
+    ready_file: Path | None = Field(
+        None,
+        description="Written once serving: JSON with the bound addresses, the epoch and the pid",
+    )
+
+    store: Literal["sqlite", "memory"] = Field(
+        "sqlite", description="Where state is kept; memory forgets everything at the end"
+    )
+    store_path: Path = Field(
+        Path("kvshuttle.db"), description="The SQLite file; made if absent, locked while in use"
+    )
+    accept_lineage_change: bool = Field(
+        False,
+        description="Accept agents that belong to another store (after the store was replaced)",
+    )
+
+    insecure: bool = Field(
+        False,
+        description="No TLS and no identity, on loopback addresses only: for trials and tests",
+    )
+    tls_cert: Path | None = Field(None, description="PEM certificate of both listeners")
+    tls_key: Path | None = Field(None, description="PEM key of that certificate")
+    client_ca: Path | None = Field(
+        None, description="PEM certificates that sign callers' certificates (agents need one)"
+    )
+    tokens_file: Path | None = Field(
+        None, description="YAML list of bearer tokens: sha256, role, name, tenant"
+    )
+
+    log_format: Literal["console", "json"] = Field("console", description="How to log")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="The least level to log; debug has a line for every turn"
+    )
+    stop_grace: float = Field(
+        5.0, ge=0, description="Seconds that calls may take to end when the server stops"
+    )
+
+    lease_ttl: float = Field(
+        _D.lease_ttl_ns / SECOND, gt=0, le=600, description="Seconds that a grant lasts"
+    )
+    guard: float = Field(
+        _D.guard_ns / SECOND,
+        gt=0,
+        le=60,
+        description="Longest seconds from asking a source to hold until the grant",
+    )
+    clock_drift_ppm: int = Field(
+        _D.clock_drift_ppm,
+        ge=0,
+        le=10_000,
+        description="Bound on the rate difference of two machines' clocks",
+    )
+    heartbeat: float = Field(
+        _D.heartbeat_ns / SECOND, gt=0, description="Seconds between an agent's heartbeats"
+    )
+    silence: float = Field(
+        _D.silence_ns / SECOND, gt=0, description="Seconds of silence after which one is lost"
+    )
+    retention: float = Field(
+        _D.retention_ns / SECOND,
+        gt=0,
+        description="Seconds that decode holds what a turn leaves, without hints",
+    )
+    lookup_wait_ms: float = Field(
+        _D.lookup_wait_ns / 1e6,
+        ge=0,
+        description="Longest time for which a request is held back, waiting for its grant",
+    )
+    min_tokens: int = Field(
+        _D.min_tokens, ge=1, description="Fewer missing tokens than this are computed, not moved"
+    )
+    turn_timeout: float = Field(
+        _D.turn_timeout_ns / SECOND,
+        gt=0,
+        description="Seconds after which a turn that nobody ended is abandoned",
+    )
+
+    _file: ClassVar[Path | None] = None
+    _argv: ClassVar[list[str]] = []
+
+    @field_validator("api_address", "agent_address", "metrics_address")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        if not value:
+            return value
+        host, colon, port = value.rpartition(":")
+        if not colon or not host or not port.isdigit() or int(port) > 65_535:
+            raise ValueError(f"{value!r} is not host:port")
+        return value
+
+    @model_validator(mode="after")
+    def _together(self) -> Settings:
+        if not self.api_address or not self.agent_address:
+            raise ValueError("api_address and agent_address cannot be empty")
+        if self.heartbeat >= self.silence:
+            raise ValueError("silence must be longer than heartbeat, or every worker is lost")
+        if self.insecure:
+            for name in ("api_address", "agent_address"):
+                if not is_loopback(getattr(self, name)):
+                    raise ValueError(
+                        f"insecure is for loopback only and {name} is {getattr(self, name)}: "
+                        "bind it to 127.0.0.1, or set tls_cert, tls_key and client_ca instead"
+                    )
+        else:
+            for name in ("tls_cert", "tls_key", "client_ca"):
+                if getattr(self, name) is None:
+                    raise ValueError(
+                        f"{name} is not set: agents' streams give access to engines' memory and "
+                        "need mTLS; for a trial on this machine alone use --insecure"
+                    )
+        return self
+
+    def limits(self) -> Limits:
+        """These settings among the other limits."""
+
+        def ns(seconds: float) -> int:
+            return int(seconds * SECOND)
+
+        return Limits(
+            lease_ttl_ns=ns(self.lease_ttl),
+            guard_ns=ns(self.guard),
+            clock_drift_ppm=self.clock_drift_ppm,
+            heartbeat_ns=ns(self.heartbeat),
+            silence_ns=ns(self.silence),
+            retention_ns=ns(self.retention),
+            lookup_wait_ns=int(self.lookup_wait_ms * 1e6),
+            min_tokens=self.min_tokens,
+            turn_timeout_ns=ns(self.turn_timeout),
+        )
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags come in as `init_settings`."""
+        sources = [init_settings, env_settings]
+        if cls._file is not None:
+            kind = (
+                TomlConfigSettingsSource
+                if cls._file.suffix == ".toml"
+                else YamlConfigSettingsSource
+            )
+            sources.append(kind(settings_cls, cls._file))
+        return tuple(sources)
+
+
+def _config_path(argv: list[str]) -> Path | None:
+    """The file has to be known before the rest is read."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    found = parser.parse_known_args(argv)[0].config or os.environ.get(f"{ENV_PREFIX}CONFIG")
+    return Path(found) if found else None
+
+
+def load(argv: list[str]) -> Settings:
+    """The settings of a process. SettingsError; SystemExit for --help and unknown flags."""
+    path = _config_path(argv)
+    if path is not None:
+        if path.suffix not in (".yaml", ".yml", ".toml"):
+            raise SettingsError(f"config: {path} must end with .yaml, .yml or .toml")
+        if not path.is_file():
+            raise SettingsError(f"config: there is no file {path}")
+
+    class WithFile(Settings):
+        _file = path
+
+    WithFile.__doc__ = Settings.__doc__
+    source: CliSettingsSource[Any] = CliSettingsSource(
+        WithFile,
+        cli_prog_name="kvshuttle-controlplane",
+        cli_parse_args=argv,
+        cli_kebab_case=True,
+        cli_implicit_flags=True,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+    )
+    try:
+        return WithFile(_cli_settings_source=source)  # type: ignore[call-arg]
+    except ValueError as error:
+        problems = getattr(error, "errors", None)
+        if problems is None:
+            raise SettingsError(str(error)) from error
+        lines = []
+        for problem in problems():
+            where = ".".join(map(str, problem["loc"])) or "settings"
+            lines.append(f"{where}: {problem['msg'].removeprefix('Value error, ')}")
+        raise SettingsError("\n".join(lines)) from error
