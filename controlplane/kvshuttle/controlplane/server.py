@@ -96,9 +96,7 @@ class Server:
     async def start(self) -> None:
         """Opens the store, begins a new epoch, and serves."""
         settings = self.settings
-        store: Store = (
-            MemoryStore() if settings.store == "memory" else SqliteStore(settings.store_path)
-        )
+        store: Store = MemoryStore() if settings.store == "memory" else SqliteStore(settings.store)
         self._stores.append(store)
         snapshot = await asyncio.to_thread(store.load)
         self.clock.not_before(snapshot.time_ns)
@@ -123,12 +121,15 @@ class Server:
                 raise SettingsError(f"tokens_file: {error}") from error
         about = About(self.clock.now_ns(), store.kind, settings.insecure)
         checks = Checks(self.limits)
-        # An agent is known by its certificate only, so its listener has no tokens.
-        agents = self._listener(None, self.limits.agent_message_bytes)
+        api_address, *own = settings.listeners()
+        limits = self.limits
+        most = limits.api_message_bytes if own else limits.agent_message_bytes
+        api = self._listener(tokens, most)
+        # An agent is known by its certificate only, so a listener of its own has no tokens.
+        agents = self._listener(None, limits.agent_message_bytes) if own else api
         agent_grpc.add_AgentServiceServicer_to_server(
             AgentService(self.runtime, self.streams, checks, self.limits), agents
         )
-        api = self._listener(tokens, self.limits.api_message_bytes)
         session_grpc.add_SessionServiceServicer_to_server(
             SessionService(self.runtime, checks, self.hubs.sessions, _new_token), api
         )
@@ -139,23 +140,14 @@ class Server:
             ClusterService(self.runtime, checks, about), api
         )
         channelz.add_channelz_servicer(api)
-        await self._add_health(api, API_SERVICES)
-        await self._add_health(agents, AGENT_SERVICES)
-        names = (
-            *API_SERVICES,
-            health.SERVICE_NAME,
-            "grpc.channelz.v1.Channelz",
-            reflection.SERVICE_NAME,
-        )
-        reflection.enable_server_reflection(names, api)
-        reflection.enable_server_reflection(
-            (*AGENT_SERVICES, health.SERVICE_NAME, reflection.SERVICE_NAME), agents
-        )
-        self.addresses = Addresses(
-            api=self._bind(api, settings.api_address, require_certificate=False),
-            agent=self._bind(agents, settings.agent_address, require_certificate=True),
-            metrics=self._serve_metrics(),
-        )
+        names = (*API_SERVICES, "grpc.channelz.v1.Channelz")
+        await self._describe(api, names if own else (*names, *AGENT_SERVICES))
+        bound = self._bind(api, api_address, require_certificate=False)
+        bound_agent = bound
+        if own:
+            await self._describe(agents, AGENT_SERVICES)
+            bound_agent = self._bind(agents, own[0], require_certificate=True)
+        self.addresses = Addresses(bound, bound_agent, self._serve_metrics())
         for server in self._servers:
             await server.start()
         self._ticker = asyncio.create_task(self.runtime.run_ticks())
@@ -191,7 +183,11 @@ class Server:
         self._servers.append(server)
         return server
 
-    async def _add_health(self, server: grpc.aio.Server, services: tuple[str, ...]) -> None:
+    async def _describe(self, server: grpc.aio.Server, services: tuple[str, ...]) -> None:
+        """Health and reflection."""
+        reflection.enable_server_reflection(
+            (*services, health.SERVICE_NAME, reflection.SERVICE_NAME), server
+        )
         servicer = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         for name in ("", *services):
@@ -221,7 +217,7 @@ class Server:
         return f"{address.rpartition(':')[0]}:{port}"
 
     def _serve_metrics(self) -> str:
-        address = self.settings.metrics_address
+        address = self.settings.metrics()
         if not address:
             return ""
         host, _, port = address.rpartition(":")

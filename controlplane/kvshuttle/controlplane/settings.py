@@ -42,6 +42,11 @@ class Settings(BaseSettings):
 
     config: Path | None = Field(None, description="A file with settings: .yaml, .yml or .toml")
 
+    listen: str | None = Field(
+        None,
+        description="host:port of one listener for everything, instead of the next two: handy on "
+        "one machine",
+    )
     api_address: str = Field(
         "127.0.0.1:7400",
         description="host:port for gateways, clients and operators; port 0 takes a free one",
@@ -49,20 +54,21 @@ class Settings(BaseSettings):
     agent_address: str = Field(
         "127.0.0.1:7401", description="host:port for workers' agents; port 0 takes a free one"
     )
-    metrics_address: str = Field(
-        "127.0.0.1:7402",
-        description="host:port of /metrics for Prometheus (plain HTTP); empty turns it off",
+    metrics_address: str | None = Field(
+        None,
+        description="host:port of /metrics for Prometheus, plain HTTP; empty turns it off (default: "
+        "127.0.0.1:7402; with --listen a free port of 127.0.0.1)",
     )
     ready_file: Path | None = Field(
         None,
         description="Written once serving: JSON with the bound addresses, the epoch and the pid",
     )
 
-    store: Literal["sqlite", "memory"] = Field(
-        "sqlite", description="Where state is kept; memory forgets everything at the end"
-    )
-    store_path: Path = Field(
-        Path("kvshuttle.db"), description="The SQLite file; made if absent, locked while in use"
+    store: str = Field(
+        "kvshuttle.db",
+        min_length=1,
+        description="The SQLite file where state is kept, made if absent, locked while in use; or "
+        "the word memory, which forgets everything at the end",
     )
     accept_lineage_change: bool = Field(
         False,
@@ -133,9 +139,9 @@ class Settings(BaseSettings):
     _file: ClassVar[Path | None] = None
     _argv: ClassVar[list[str]] = []
 
-    @field_validator("api_address", "agent_address", "metrics_address")
+    @field_validator("listen", "api_address", "agent_address", "metrics_address")
     @classmethod
-    def _address(cls, value: str) -> str:
+    def _address(cls, value: str | None) -> str | None:
         if not value:
             return value
         host, colon, port = value.rpartition(":")
@@ -145,15 +151,15 @@ class Settings(BaseSettings):
 
     @model_validator(mode="after")
     def _together(self) -> Settings:
-        if not self.api_address or not self.agent_address:
-            raise ValueError("api_address and agent_address cannot be empty")
+        if not all(self.listeners()):
+            raise ValueError("an address to listen on cannot be empty")
         if self.heartbeat >= self.silence:
             raise ValueError("silence must be longer than heartbeat, or every worker is lost")
         if self.insecure:
-            for name in ("api_address", "agent_address"):
-                if not is_loopback(getattr(self, name)):
+            for address in self.listeners():
+                if not is_loopback(address):
                     raise ValueError(
-                        f"insecure is for loopback only and {name} is {getattr(self, name)}: "
+                        f"insecure is for loopback only, not for {address}: "
                         "bind it to 127.0.0.1, or set tls_cert, tls_key and client_ca instead"
                     )
         else:
@@ -164,6 +170,18 @@ class Settings(BaseSettings):
                         "need mTLS; for a trial on this machine alone use --insecure"
                     )
         return self
+
+    def listeners(self) -> tuple[str, ...]:
+        """The API's address and, unless one listener does for both, the agents'."""
+        if self.listen is not None:
+            return (self.listen,)
+        return (self.api_address, self.agent_address)
+
+    def metrics(self) -> str:
+        """Where metrics are served; empty when they are not."""
+        if self.metrics_address is not None:
+            return self.metrics_address
+        return "127.0.0.1:7402" if self.listen is None else "127.0.0.1:0"
 
     def limits(self) -> Limits:
         """These settings among the other limits."""

@@ -35,7 +35,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class ExpectTurn:
-    """A leg of a turn will arrive. Sent again when what is known of its lease changes."""
+    """A leg of a turn will arrive. Said again to an agent that reconnects."""
 
     turn_token: str
     key: SessionKey
@@ -98,11 +98,13 @@ class Extend:
 
 @dataclass(frozen=True, slots=True)
 class Revoke:
-    """To the destination: stop, and say so."""
+    """To the destination: stop, and say so. `turn_token` ends the wait of a leg that hoped for the
+    lease, even where it was never granted; empty when no turn is known."""
 
     lease_id: str
     version: int
     reason: str
+    turn_token: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,8 +64,8 @@ def make(
     """A new lease, PENDING, over the whole replica; its source is asked to hold it."""
     w.state.lease_seq += 1
     lease = Lease(
-        # The epoch is never used twice, so neither is the id.
-        lease_id=f"lease-{w.state.epoch}-{w.state.lease_seq}",
+        # No store has two of an epoch, and no two stores one lineage: the id is unique for ever.
+        lease_id=f"{w.state.lineage_id}-{w.state.epoch}-{w.state.lease_seq}",
         seq=w.state.lease_seq,
         key=key,
         turn=turn,
@@ -183,16 +183,20 @@ def _end(w: Work, lease: Lease, state: LeaseState, reason: str) -> Lease:
     return w.state.leases[lease.lease_id]
 
 
+def _revoke(lease: Lease, reason: str) -> Revoke:
+    return Revoke(lease.lease_id, lease.version, reason, lease.turn_token)
+
+
 def stop(w: Work, lease: Lease, final: LeaseState, reason: str) -> None:
     """Stops an open lease. A pending one ends at once. A granted one ends when its destination
     has said so, or at its deadline: asking proves nothing about a reader."""
     if lease.state is LeaseState.PENDING:
         lease = _end(w, lease, final, reason)
-        w.command(lease.destination, Revoke(lease.lease_id, lease.version, reason))
+        w.command(lease.destination, _revoke(lease, reason))
     elif lease.stop is None:
         lease = lease.stopping(final, reason)
         w.put_lease(lease, durable=False)
-        w.command(lease.destination, Revoke(lease.lease_id, lease.version, reason))
+        w.command(lease.destination, _revoke(lease, reason))
 
 
 def fail(w: Work, lease: Lease, reason: str) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvshuttle.controlplane.model import lease_events, turn_events
+from kvshuttle.controlplane.model import lease_events
 from kvshuttle.controlplane.model.commands import ReleaseReplica, RetainReplica
 from kvshuttle.controlplane.model.replica import Replica
 from kvshuttle.controlplane.model.retention import retention_ns
@@ -50,8 +50,6 @@ def offered(w: Work, ref: WorkerRef, report: ReplicaReport) -> None:
     """A request of a turn ended and its blocks are held. After a prefill leg that is the source
     of the forward lease; after a decode leg, of the next turn's return."""
     if report.num_blocks <= 0 or report.state is ReplicaState.GONE:
-        if report.leg is Leg.PREFILL:
-            _nothing_follows(w, report)
         return
     replica = _note(w, ref, report)
     if replica is None:
@@ -82,20 +80,7 @@ def _forward(w: Work, key: SessionKey, turn: Turn, replica: Replica) -> None:
     for lease_id in w.state.leases_of_turn.get((key, turn.number), ()):
         if w.state.leases[lease_id].direction is Direction.FORWARD:
             return  # one a turn: the children of n > 1 compute
-    lease = lease_events.make(
-        w, key, turn.number, turn.token, Direction.FORWARD, replica, destination
-    )
-    # Now decode knows the lease that it waits for, so that a Revoke of it ends the wait.
-    turn_events.expect(w, key, turn, Leg.DECODE, lease_id=lease.lease_id)
-
-
-def _nothing_follows(w: Work, report: ReplicaReport) -> None:
-    """Prefill has nothing to hand on (a prompt shorter than a block): decode need not wait."""
-    key, number = w.state.turns.get(report.turn_token, (report.key, 0))
-    session = w.state.sessions.get(key)
-    turn = session.find(number) if session is not None else None
-    if turn is not None and turn.running:
-        turn_events.expect(w, key, turn, Leg.DECODE)
+    lease_events.make(w, key, turn.number, turn.token, Direction.FORWARD, replica, destination)
 
 
 def release_after_forward(w: Work, lease: Lease) -> None:

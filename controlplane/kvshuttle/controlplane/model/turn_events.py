@@ -106,7 +106,9 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
         lease_id = lease.lease_id
     if prefill is not None:
         expect(w, ask.key, turn, Leg.PREFILL, lease_id=lease_id)
-    expect(w, ask.key, turn, Leg.DECODE, follows=prefill is not None)
+    # Nothing is loaded for a prompt that is known to be shorter than that.
+    short = 0 < ask.prompt_tokens < w.limits.min_tokens
+    expect(w, ask.key, turn, Leg.DECODE, follows=prefill is not None and not short)
     w.fact(
         "turn_begun",
         tenant=ask.key.tenant,
@@ -125,7 +127,7 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
 def expect(
     w: Work, key: SessionKey, turn: Turn, leg: Leg, lease_id: str = "", follows: bool = False
 ) -> None:
-    """Tells a leg's agent what it may read; told again when that changes."""
+    """Tells a leg's agent what it may read."""
     placement = turn.prefill if leg is Leg.PREFILL else turn.decode
     assert placement is not None
     w.command(

@@ -206,7 +206,7 @@ def _reconcile(w: Work, worker: Worker, reports: tuple[LeaseReport, ...]) -> Non
                 w.command(worker.ref, ReaderStopped(report.lease_id, version))
         elif known is None or not known.open or known.destination != worker.ref:
             version = max(known.version if known else 0, report.version) + 1
-            w.command(worker.ref, Revoke(report.lease_id, version, "UNKNOWN_LEASE"))
+            w.command(worker.ref, Revoke(report.lease_id, version, "UNKNOWN_LEASE", ""))
 
 
 def heartbeat(w: Work, ref: WorkerRef, beat: Heartbeat) -> None:

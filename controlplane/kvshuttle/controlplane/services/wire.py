@@ -248,9 +248,11 @@ def command_out(command: c.Command) -> pb.AgentCommand:
                     is_source=command.is_source,
                 )
             )
-        case c.Revoke(lease_id, version, reason):
+        case c.Revoke(lease_id, version, reason, turn_token):
             return pb.AgentCommand(
-                revoke=pb.Revoke(lease_id=lease_id, version=version, reason=reason)
+                revoke=pb.Revoke(
+                    lease_id=lease_id, version=version, reason=reason, turn_token=turn_token
+                )
             )
         case c.ReaderStopped(lease_id, version):
             return pb.AgentCommand(
