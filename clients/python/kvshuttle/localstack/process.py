@@ -7,13 +7,13 @@ import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvshuttle.localstack import watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
-    from pathlib import Path
 
 # Between two looks at something that is awaited.
 POLL_S = 0.1
@@ -21,6 +21,8 @@ POLL_S = 0.1
 STOP_GRACE_S = 30.0
 # Between SIGKILL and the kernel having taken everything down; engines map gigabytes.
 KILL_GRACE_S = 20.0
+# What a resource tracker may take to clean up after its clients.
+TRACKER_GRACE_S = 5.0
 TAIL_LINES = 40
 
 
@@ -140,15 +142,20 @@ class ManagedProcess:
     def kill(self) -> None:
         """SIGKILL to every process of it at once, as when its machine dies.
 
-        Raises ProcessError when one of them outlives that.
+        Python's resource tracker is spared at first, as a crash spares it: it ends by itself when
+        its clients are gone, after removing their shared memory, hundreds of megabytes an engine.
+        Raises ProcessError when a process outlives that.
         """
         if self._popen is None:
             return
-        deadline = time.monotonic() + KILL_GRACE_S
+        start = time.monotonic()
         while pids := self.pids():
-            if time.monotonic() > deadline:
+            waited = time.monotonic() - start
+            if waited > KILL_GRACE_S:
                 raise ProcessError(f"{self.name}: {pids} are still there after SIGKILL")
             for pid in pids:
+                if waited < TRACKER_GRACE_S and _is_resource_tracker(pid):
+                    continue
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             self._popen.poll()
@@ -187,3 +194,10 @@ class ManagedProcess:
         for pid in self.pids():
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, number)
+
+
+def _is_resource_tracker(pid: int) -> bool:
+    try:
+        return b"resource_tracker" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False
