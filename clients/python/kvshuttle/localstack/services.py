@@ -41,12 +41,16 @@ class _Service(ManagedProcess):
 
 
 class ControlPlane(_Service):
-    """`python -m kvshuttle.controlplane`, insecure, on one loopback port that it keeps."""
+    """`python -m kvshuttle.controlplane`, insecure, on one loopback port that it keeps.
+
+    It forgets everything at its end, unless `extra_args` name another `--store`.
+    """
 
     def __init__(
         self, *, directory: Path, name: str = "controlplane", extra_args: Sequence[str] = ()
     ) -> None:
         self.target = f"127.0.0.1:{free_port()}"
+        store = [] if "--store" in extra_args else ["--store", "memory"]
         super().__init__(
             name,
             [
@@ -54,6 +58,7 @@ class ControlPlane(_Service):
                 "--listen",
                 self.target,
                 "--insecure",
+                *store,
                 *extra_args,
             ],
             directory=directory,
