@@ -137,10 +137,7 @@ def engines(logs: Path) -> Iterator[tuple[Stack, ControlPlane, Engine, Engine, E
     assert (TINY / "config.json").exists(), "no model: run `make model`"
     cpus = engine_cpus()
     with Stack() as stack:
-        # On disk, so that it can be stopped and started between turns.
-        control_plane = ControlPlane(
-            directory=logs, extra_args=["--store", str(logs / "controlplane.sqlite")]
-        )
+        control_plane = ControlPlane(directory=logs)
         stack.start(control_plane)
         prefill, decode = (
             Engine(

@@ -59,7 +59,7 @@ def test_with_prefills_cache_cold_all_comes_back(
     cluster: Cluster, oracle: Oracle, stream: bool
 ) -> None:
     talk = Conversation(f"cold-{stream}", seed=1 + stream)
-    held = 0
+    least = held = 0
     for number in range(3):
         cluster.forget_prefill()
         before = cluster.returned_tokens()
@@ -68,8 +68,11 @@ def test_with_prefills_cache_cold_all_comes_back(
         talk.heard(answer)
         oracle.check(answer, messages)
         returned = cluster.returned_tokens() - before
-        assert returned == held if number else returned == 0
-        # What decode held: all that was computed, in full blocks; the last token has no KV yet.
+        # The whole prompt of the turn before, and as much of its answer as reads the same when it
+        # comes back as text: random words do not always split into the same tokens again.
+        assert least <= returned <= held, number
+        # What decode holds: all that was computed, in full blocks; the last token has no KV yet.
+        least = answer.prompt_tokens // BLOCK * BLOCK
         held = (answer.prompt_tokens + answer.completion_tokens - 1) // BLOCK * BLOCK
         cluster.wait_offered(talk.session, held)
     completed = [
