@@ -56,8 +56,8 @@ class Settings(BaseSettings):
     )
     metrics_address: str | None = Field(
         None,
-        description="host:port of /metrics for Prometheus, plain HTTP; empty turns it off (default: "
-        "127.0.0.1:7402; with --listen a free port of 127.0.0.1)",
+        description="host:port of /metrics for Prometheus, plain HTTP; empty turns it off "
+        "(default: 127.0.0.1:7402; with --listen a free port of 127.0.0.1)",
     )
     ready_file: Path | None = Field(
         None,
