@@ -137,7 +137,10 @@ def engines(logs: Path) -> Iterator[tuple[Stack, ControlPlane, Engine, Engine, E
     assert (TINY / "config.json").exists(), "no model: run `make model`"
     cpus = engine_cpus()
     with Stack() as stack:
-        control_plane = ControlPlane(directory=logs)
+        # On disk, so that it can be stopped and started between turns.
+        control_plane = ControlPlane(
+            directory=logs, extra_args=["--store", str(logs / "controlplane.sqlite")]
+        )
         stack.start(control_plane)
         prefill, decode = (
             Engine(
