@@ -122,7 +122,8 @@ class ManagedProcess:
                 )
             if while_waiting is not None:
                 while_waiting()
-            time.sleep(POLL_S)
+            # Seldom enough to leave the cores to what starts, which may take a minute.
+            time.sleep(min(5 * POLL_S, POLL_S + self.age_s / 20))
 
     def stop(self, grace_s: float = STOP_GRACE_S) -> None:
         """SIGTERM to the first process, then SIGKILL to what is left. Nothing is left after."""

@@ -59,7 +59,8 @@ class Stack:
                 if shown.get(process.name) != phase:
                     shown[process.name] = phase
                     self._on_progress(process, phase)
-            time.sleep(POLL_S)
+            # Engines take a minute; reading their logs ten times a second would slow them.
+            time.sleep(5 * POLL_S)
         if failures:
             raise failures[0]
         for process in processes:
