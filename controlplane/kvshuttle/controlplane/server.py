@@ -252,7 +252,7 @@ class Server:
             self.settings.ready_file.unlink(missing_ok=True)
         for servicer in self._health:
             await servicer.enter_graceful_shutdown()
-        self.streams.end_all("STOPPING")
+        self.streams.stop()
         await asyncio.gather(*(server.stop(self.settings.stop_grace) for server in self._servers))
         if self._ticker is not None:
             self._ticker.cancel()

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 
-from kvshuttle.controlplane.model.limits import MS, Limits
+from kvshuttle.controlplane.model.limits import MS, SECOND, Limits
 from kvshuttle.controlplane.server import Server
 from kvshuttle.controlplane.settings import Settings
 from kvshuttle.v1 import cluster_service_pb2_grpc as cluster_grpc
@@ -30,11 +30,11 @@ class Cluster:
     """A control plane, its clients, and the agents that a test made."""
 
     def __init__(self, path: Path, limits: Limits, **settings: Any) -> None:
-        self._settings = {
+        self._settings: dict[str, Any] = {
             "insecure": True,
             "api_address": "127.0.0.1:0",
             "agent_address": "127.0.0.1:0",
-            "metrics_address": "127.0.0.1:0",
+            "metrics_address": "",
             "store": str(path / "store.db"),
             "stop_grace": 0.2,
         } | settings
@@ -53,18 +53,18 @@ class Cluster:
         self.cluster = cluster_grpc.ClusterServiceStub(self.api)
 
     async def stop(self) -> None:
+        await self.server.stop()
         for agent in self._agents:
             await agent.close()
         for channel in self._channels:
             await channel.close()
-        await self.server.stop()
 
     async def restart(self) -> None:
         """Another process would see the same: everything but the store is new."""
         await self.stop()
         await self.start()
         for agent in self._agents:
-            agent.stub = type(agent.stub)(self.agents_channel)  # type: ignore[call-arg]
+            agent.stub = type(agent.stub)(self.agents_channel)
 
     def agent(self, worker_id: str, role: int, **hello: Any) -> Agent:
         agent = Agent(self.agents_channel, worker_id, types.WorkerRole.ValueType(role), **hello)
@@ -108,7 +108,10 @@ async def eventually(
 @pytest.fixture
 def limits() -> Limits:
     """The real ones, but short where a test would wait for them."""
-    return dataclasses.replace(Limits(), tick_ns=20 * MS, watch_progress_ns=200 * MS)
+    # Scripted agents send no heartbeats.
+    return dataclasses.replace(
+        Limits(), tick_ns=20 * MS, watch_progress_ns=200 * MS, silence_ns=60 * SECOND
+    )
 
 
 @pytest.fixture

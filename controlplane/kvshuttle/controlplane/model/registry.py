@@ -17,7 +17,7 @@ from kvshuttle.controlplane.model import (
     worker_events,
 )
 from kvshuttle.controlplane.model.effects import Decision
-from kvshuttle.controlplane.model.state import Due, Snapshot, State
+from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH, Due, Snapshot, State
 from kvshuttle.controlplane.model.terms import LeaseState, TurnOutcome, WorkerState
 from kvshuttle.controlplane.model.work import Work
 
@@ -68,6 +68,7 @@ class Registry:
             epoch=snapshot.epoch + 1,
             lineage_id=snapshot.lineage_id or lineage_id,
             last_incarnation=snapshot.last_incarnation,
+            revision=(snapshot.epoch + 1) * REVISIONS_PER_EPOCH,
         )
         w = self._work(now_ns)
         w.put_term()

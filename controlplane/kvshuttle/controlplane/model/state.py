@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.model.session import Session
     from kvshuttle.controlplane.model.worker import Worker
 
-__all__ = ["Agenda", "Due", "Snapshot", "State", "TurnName"]
+__all__ = ["REVISIONS_PER_EPOCH", "Agenda", "Due", "Snapshot", "State", "TurnName"]
 
 TurnName = tuple[SessionKey, int]
 REVISIONS_PER_EPOCH = 1 << 40

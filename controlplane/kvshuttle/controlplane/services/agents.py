@@ -39,6 +39,7 @@ __all__ = ["AgentService", "Streams"]
 
 log = structlog.get_logger("kvshuttle.controlplane.agents")
 
+STOPPING = "STOPPING"
 LINGER_S = 2.0
 """How long an ended stream may take to send what is queued on it."""
 
@@ -105,10 +106,10 @@ class Streams:
         if stream is not None and stream.generation == order.generation:
             stream.end(order.reason)
 
-    def end_all(self, reason: str) -> None:
+    def stop(self) -> None:
         """The control plane stops."""
         for stream in self._streams.values():
-            stream.end(reason)
+            stream.end(STOPPING)
 
 
 class AgentService(pb_grpc.AgentServiceServicer):
@@ -152,11 +153,14 @@ class AgentService(pb_grpc.AgentServiceServicer):
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             reason = stream.end_reason or "CLOSED"
-            self._runtime.forget(
-                lambda now: self._runtime.registry.stream_lost(
-                    now, stream.ref, stream.generation, reason
+            # When it is this side that stops, no worker is lost: all of them come back to the
+            # next epoch, and what is written now would be wrong then.
+            if reason != STOPPING:
+                self._runtime.forget(
+                    lambda now: self._runtime.registry.stream_lost(
+                        now, stream.ref, stream.generation, reason
+                    )
                 )
-            )
 
     def _message(self, stream: _Stream, **what: Any) -> pb.ConnectResponse:
         return pb.ConnectResponse(

@@ -1,0 +1,195 @@
+"""Every refusal has its code, its reason, and says what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import grpc
+import pytest
+
+from kvshuttle.v1 import cluster_service_pb2 as workers
+from kvshuttle.v1 import lease_service_pb2 as leases
+from kvshuttle.v1 import session_service_pb2 as sessions
+from kvshuttle.v1 import types_pb2 as types
+from tests.integration.controlplane.conftest import Cluster, T
+from tests.integration.controlplane.status import details, reason
+
+INVALID = grpc.StatusCode.INVALID_ARGUMENT
+CASES: list[tuple[str, str, Any, str]] = [
+    ("sessions", "BeginTurn", sessions.BeginTurnRequest(), "session_id"),
+    ("sessions", "BeginTurn", sessions.BeginTurnRequest(session_id="x" * 257), "session_id"),
+    ("sessions", "BeginTurn", sessions.BeginTurnRequest(session_id="a\nb"), "session_id"),
+    (
+        "sessions",
+        "BeginTurn",
+        sessions.BeginTurnRequest(session_id="s", request_id="r" * 129),
+        "request_id",
+    ),
+    (
+        "sessions",
+        "BeginTurn",
+        sessions.BeginTurnRequest(session_id="s", return_policy=sessions.ReturnPolicy.ValueType(9)),
+        "return_policy",
+    ),
+    (
+        "sessions",
+        "BeginTurn",
+        sessions.BeginTurnRequest(
+            session_id="s", hints=types.SessionHints(value=types.SessionValue.ValueType(9))
+        ),
+        "hints.value",
+    ),
+    (
+        "sessions",
+        "BeginTurn",
+        sessions.BeginTurnRequest(session_id="s", exclude_worker_ids=[""]),
+        "exclude_worker_ids",
+    ),
+    ("sessions", "EndTurn", sessions.EndTurnRequest(session_id="s"), "turn"),
+    ("sessions", "EndTurn", sessions.EndTurnRequest(session_id="s", turn=1), "outcome"),
+    (
+        "sessions",
+        "EndTurn",
+        sessions.EndTurnRequest(session_id="s", turn=1, outcome=sessions.TURN_OUTCOME_ABANDONED),
+        "outcome",
+    ),
+    ("sessions", "ListSessions", sessions.ListSessionsRequest(page_size=-1), "page_size"),
+    ("sessions", "ListSessions", sessions.ListSessionsRequest(page_token="?"), "page_token"),
+    (
+        "sessions",
+        "ListSessions",
+        sessions.ListSessionsRequest(state=sessions.SessionState.ValueType(7)),
+        "state",
+    ),
+    ("leases", "GetLease", leases.GetLeaseRequest(), "lease_id"),
+    (
+        "leases",
+        "ListLeases",
+        leases.ListLeasesRequest(states=[leases.LeaseState.ValueType(77)]),
+        "states",
+    ),
+    ("cluster", "GetWorker", workers.GetWorkerRequest(), "worker_id"),
+    (
+        "cluster",
+        "FenceWorker",
+        workers.FenceWorkerRequest(worker=types.WorkerRef(worker_id="p")),
+        "worker.incarnation",
+    ),
+]
+
+
+async def refusal(cluster: Cluster, service: str, method: str, request: Any) -> Any:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await getattr(getattr(cluster, service), method)(request, timeout=T)
+    return caught.value
+
+
+async def test_a_wrong_field_is_named_with_its_remedy(cluster: Cluster) -> None:
+    for service, method, request, field in CASES:
+        error = await refusal(cluster, service, method, request)
+        assert error.code() is INVALID, (method, request)
+        found = details(error)
+        assert found["ErrorInfo"].reason == "INVALID_FIELD"
+        assert found["ErrorInfo"].metadata["field"] == field
+        violation = found["BadRequest"].field_violations[0]
+        assert violation.field == field
+        assert violation.description
+
+
+async def test_what_is_not_there_is_not_found(cluster: Cluster) -> None:
+    for service, method, request, why in [
+        ("sessions", "GetSession", sessions.GetSessionRequest(session_id="s"), "SESSION"),
+        ("sessions", "EndSession", sessions.EndSessionRequest(session_id="s"), "SESSION"),
+        ("sessions", "UpdateSession", sessions.UpdateSessionRequest(session_id="s"), "SESSION"),
+        (
+            "sessions",
+            "EndTurn",
+            sessions.EndTurnRequest(session_id="s", turn=1, outcome=1),
+            "SESSION",
+        ),
+        ("leases", "GetLease", leases.GetLeaseRequest(lease_id="x"), "LEASE"),
+        ("leases", "RevokeLease", leases.RevokeLeaseRequest(lease_id="x"), "LEASE"),
+        ("leases", "RenewLease", leases.RenewLeaseRequest(lease_id="x"), "LEASE"),
+        ("cluster", "GetWorker", workers.GetWorkerRequest(worker_id="x"), "WORKER"),
+        ("cluster", "DrainWorker", workers.DrainWorkerRequest(worker_id="x"), "WORKER"),
+    ]:
+        error = await refusal(cluster, service, method, request)
+        assert error.code() is grpc.StatusCode.NOT_FOUND, method
+        assert reason(error) == f"{why}_NOT_FOUND"
+
+
+async def test_a_call_without_a_deadline_is_refused(cluster: Cluster) -> None:
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await cluster.cluster.GetStatus(workers.GetStatusRequest())
+    assert caught.value.code() is INVALID
+    assert reason(caught.value) == "DEADLINE_REQUIRED"
+
+
+async def test_no_worker_says_when_to_try_again(cluster: Cluster) -> None:
+    request = sessions.BeginTurnRequest(session_id="s")
+    error = await refusal(cluster, "sessions", "BeginTurn", request)
+    assert error.code() is grpc.StatusCode.UNAVAILABLE
+    found = details(error)
+    assert found["ErrorInfo"].reason == "NO_WORKER"
+    assert found["RetryInfo"].retry_delay.seconds == 1
+    # Nothing was made of it.
+    assert not (
+        await cluster.sessions.ListSessions(sessions.ListSessionsRequest(), timeout=T)
+    ).sessions
+
+
+async def test_too_large_a_message_is_refused(cluster: Cluster) -> None:
+    request = sessions.GetSessionRequest(session_id="x" * (2 << 20))
+    error = await refusal(cluster, "sessions", "GetSession", request)
+    assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+
+
+async def test_bytes_that_are_no_message_do_no_harm(cluster: Cluster) -> None:
+    for path in (
+        "/kvshuttle.v1.SessionService/BeginTurn",
+        "/kvshuttle.v1.LeaseService/ListLeases",
+        "/kvshuttle.v1.ClusterService/GetWorker",
+    ):
+        call = cluster.api.unary_unary(path)
+        with pytest.raises(grpc.aio.AioRpcError):
+            await call(b"\xff\xfe\x00garbage", timeout=T)
+    await cluster.cluster.GetStatus(workers.GetStatusRequest(), timeout=T)
+
+
+async def test_an_internal_error_says_nothing_of_itself(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise RuntimeError("secret")
+
+    monkeypatch.setattr(cluster.server.registry, "begin_turn", broken)
+    request = sessions.BeginTurnRequest(session_id="s")
+    error = await refusal(cluster, "sessions", "BeginTurn", request)
+    assert error.code() is grpc.StatusCode.INTERNAL
+    assert "secret" not in (error.details() or "")
+
+
+async def test_lists_are_paged(cluster: Cluster) -> None:
+    await cluster.pair()
+    for number in range(5):
+        await cluster.begin(f"s{number}")
+    seen: list[str] = []
+    token = ""
+    while True:
+        request = sessions.ListSessionsRequest(page_size=2, page_token=token)
+        page = await cluster.sessions.ListSessions(request, timeout=T)
+        seen += [s.session_id for s in page.sessions]
+        token = page.next_page_token
+        if not token:
+            break
+    assert seen == [f"s{number}" for number in range(5)]
+    found: list[str] = []
+    while True:
+        listed = await cluster.cluster.ListWorkers(
+            workers.ListWorkersRequest(page_size=1, page_token=token), timeout=T
+        )
+        found += [w.ref.worker_id for w in listed.workers]
+        token = listed.next_page_token
+        if not token:
+            break
+    assert found == ["d", "p"]

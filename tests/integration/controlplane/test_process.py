@@ -1,0 +1,176 @@
+"""The program: its command line, its life, what operators run against it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvshuttle.v1 import session_service_pb2 as sessions
+from kvshuttle.v1 import session_service_pb2_grpc as session_grpc
+from kvshuttle.v1 import types_pb2 as types
+from tests.integration.controlplane.agent import Agent
+
+START_S = 30
+COMMAND = [sys.executable, "-m", "kvshuttle.controlplane"]
+
+
+class Process:
+    """A control plane of its own."""
+
+    def __init__(self, path: Path, *flags: str) -> None:
+        self.ready_path = path / "ready.json"
+        self.log_path = path / "log"
+        with self.log_path.open("ab") as log:
+            self.child = subprocess.Popen(
+                [
+                    *COMMAND,
+                    "--insecure",
+                    "--listen=127.0.0.1:0",
+                    f"--ready-file={self.ready_path}",
+                    f"--store={path / 'store.db'}",
+                    "--log-format=json",
+                    "--log-level=debug",
+                    *flags,
+                ],
+                stderr=log,
+            )
+        until = time.monotonic() + START_S
+        while not self.ready_path.exists():
+            assert self.child.poll() is None, self.log_path.read_text()
+            assert time.monotonic() < until, self.log_path.read_text()
+            time.sleep(0.02)
+        self.ready: dict[str, Any] = json.loads(self.ready_path.read_text())
+
+    def stop(self, number: int = signal.SIGTERM) -> int:
+        self.child.send_signal(number)
+        return self.child.wait(timeout=20)
+
+    def log(self) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in self.log_path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    process = Process(tmp_path_factory.mktemp("cp"))
+    yield process
+    if process.child.poll() is None:
+        process.stop()
+
+
+def buf(process: Process, method: str, data: str = "{}") -> Any:
+    """As docs/operating.md has it."""
+    found = subprocess.run(
+        [
+            str(Path(sys.executable).with_name("buf")),
+            "curl",
+            "--timeout=10s",
+            "--protocol=grpc",
+            "--http2-prior-knowledge",
+            f"--data={data}",
+            f"http://{process.ready['api']}/{method}",
+        ],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+        env={**os.environ, "BUF_CACHE_DIR": str(process.ready_path.parent)},
+    )
+    assert found.returncode == 0, found.stderr
+    return json.loads(found.stdout)
+
+
+async def test_operators_commands(process: Process) -> None:
+    """One real turn, then every command of the operator's page."""
+    async with grpc.aio.insecure_channel(process.ready["agent"]) as channel:
+        agent = await Agent(channel, "b", types.WORKER_ROLE_BOTH).connect()
+        stub = session_grpc.SessionServiceStub(channel)
+        begun = await stub.BeginTurn(sessions.BeginTurnRequest(session_id="chat"), timeout=10)
+        run = asyncio.to_thread
+        listed = await run(buf, process, "kvshuttle.v1.SessionService/ListSessions")
+        assert [s["sessionId"] for s in listed["sessions"]] == ["chat"]
+        got = await run(
+            buf, process, "kvshuttle.v1.SessionService/GetSession", '{"session_id": "chat"}'
+        )
+        assert got["session"]["turnCount"] == "1"
+        assert await run(buf, process, "kvshuttle.v1.LeaseService/ListLeases") == {}
+        workers = await run(buf, process, "kvshuttle.v1.ClusterService/ListWorkers")
+        assert workers["workers"][0]["state"] == "WORKER_STATE_READY"
+        status = await run(buf, process, "kvshuttle.v1.ClusterService/GetStatus")
+        assert (status["store"], status["runningTurns"]) == ("sqlite", "1")
+        health = await run(buf, process, "grpc.health.v1.Health/Check")
+        assert health["status"] == "SERVING"
+        drained = await run(
+            buf, process, "kvshuttle.v1.ClusterService/DrainWorker", '{"worker_id": "b"}'
+        )
+        assert drained["worker"]["state"] == "WORKER_STATE_DRAINING"
+        await agent.close()
+    assert begun.turn_token not in process.log_path.read_text()
+
+
+def test_metrics(process: Process) -> None:
+    with urllib.request.urlopen(f"http://{process.ready['metrics']}/metrics") as answer:
+        text = answer.read().decode()
+    assert f"kvshuttle_epoch {float(process.ready['epoch'])}" in text
+    assert 'kvshuttle_workers{state="ready"}' in text
+    assert "kvshuttle_store_commit_seconds_bucket" in text
+    assert 'kvshuttle_leases{state="granted"} 0.0' in text
+
+
+def test_a_signal_stops_it_cleanly(tmp_path: Path) -> None:
+    process = Process(tmp_path)
+    assert process.stop(signal.SIGINT) == 0
+    assert not process.ready_path.exists()
+    events = [line["event"] for line in process.log()]
+    assert events[-2:] == ["stopping", "stopped"]
+    again = Process(tmp_path)
+    assert again.ready["epoch"] == process.ready["epoch"] + 1
+    again.stop()
+
+
+def test_a_second_one_on_the_same_store_is_refused(process: Process, tmp_path: Path) -> None:
+    store = process.ready_path.with_name("store.db")
+    found = subprocess.run(
+        [*COMMAND, "--insecure", "--listen=127.0.0.1:0", f"--store={store}"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert found.returncode == 1
+    assert "in use by another control plane" in found.stderr
+
+
+def run(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, *flags],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, **env},
+    )
+
+
+def test_help_explains_each_option() -> None:
+    found = run("--help")
+    assert found.returncode == 0
+    for option in ("--store", "--listen", "--lease-ttl", "--insecure", "--ready-file"):
+        assert option in found.stdout
+
+
+def test_insecure_is_for_loopback_only() -> None:
+    found = run("--insecure", "--agent-address=0.0.0.0:0")
+    assert found.returncode == 2
+    assert "loopback only" in found.stderr

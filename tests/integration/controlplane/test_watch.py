@@ -1,0 +1,144 @@
+"""Watches over the wire."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from kvshuttle.controlplane.model.limits import MS, Limits
+from kvshuttle.v1 import lease_service_pb2 as leases
+from kvshuttle.v1 import session_service_pb2 as sessions
+from tests.integration.controlplane.conftest import Cluster
+from tests.integration.controlplane.status import reason
+from tests.integration.controlplane.test_turns import first_turn
+
+
+async def take(call: Any, kind: str) -> Any:
+    """The next message of a kind, over those that say only that time passes."""
+    while True:
+        message = await call.read()
+        assert message is not grpc.aio.EOF, await call.details()
+        if message.WhichOneof("event") == kind:
+            return message
+        assert message.WhichOneof("event") == "progress"
+
+
+def watch(cluster: Cluster, **request: Any) -> Any:
+    return cluster.sessions.WatchSessions(sessions.WatchSessionsRequest(**request), timeout=30)
+
+
+async def test_a_snapshot_then_every_change_once_in_order(cluster: Cluster) -> None:
+    await cluster.pair()
+    await cluster.begin("a")
+    call = watch(cluster)
+    first = await take(call, "snapshot")
+    assert [s.session_id for s in first.snapshot.sessions] == ["a"]
+    assert first.snapshot.complete
+    await cluster.begin("b")
+    await cluster.end(1, "b")
+    await cluster.end(1, "a")
+    seen = [(await take(call, "changed")).changed for _ in range(3)]
+    assert [s.session_id for s in seen] == ["b", "b", "a"]
+    assert [s.version for s in seen] == sorted(s.version for s in seen)
+    assert seen[1].turns[0].state == sessions.TURN_STATE_ENDED
+    call.cancel()
+
+
+async def test_a_watch_is_resumed_without_loss(cluster: Cluster) -> None:
+    await cluster.pair()
+    call = watch(cluster)
+    token = (await take(call, "snapshot")).resume_token
+    call.cancel()
+    await cluster.begin("a")
+    await cluster.begin("b")
+    call = watch(cluster, resume_token=token)
+    message = await take(call, "changed")
+    assert message.changed.session_id == "a"
+    call.cancel()
+    call = watch(cluster, resume_token=message.resume_token)
+    assert (await take(call, "changed")).changed.session_id == "b"
+    progress = await take(call, "progress")
+    assert progress.progress.HasField("time")
+    call.cancel()
+
+
+async def test_only_one_session(cluster: Cluster) -> None:
+    await cluster.pair()
+    call = watch(cluster, session_id="b")
+    await take(call, "snapshot")
+    await cluster.begin("a")
+    await cluster.begin("b")
+    assert (await take(call, "changed")).changed.session_id == "b"
+    call.cancel()
+
+
+async def test_a_token_from_before_a_restart_is_out_of_range(cluster: Cluster) -> None:
+    call = watch(cluster)
+    token = (await take(call, "snapshot")).resume_token
+    call.cancel()
+    await cluster.restart()
+    call = watch(cluster, resume_token=token)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        async for _ in call:
+            pass
+    assert caught.value.code() is grpc.StatusCode.OUT_OF_RANGE
+    assert reason(caught.value) == "WATCH_COMPACTED"
+
+
+async def test_history_is_bounded(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, dataclasses.replace(Limits(), watch_history=3))
+    await cluster.start()
+    try:
+        await cluster.pair()
+        call = watch(cluster)
+        token = (await take(call, "snapshot")).resume_token
+        call.cancel()
+        for number in range(5):
+            await cluster.begin(f"s{number}")
+        call = watch(cluster, resume_token=token)
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            async for _ in call:
+                pass
+        assert reason(caught.value) == "WATCH_COMPACTED"
+    finally:
+        await cluster.stop()
+
+
+async def test_leases_are_watched(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    call = cluster.leases.WatchLeases(leases.WatchLeasesRequest(), timeout=30)
+    first = await take(call, "snapshot")
+    assert first.snapshot.complete
+    assert not first.snapshot.leases
+    await first_turn(cluster, prefill, decode)
+    states: list[int] = []
+    while not states or states[-1] < leases.LEASE_STATE_COMPLETED:
+        states.append((await take(call, "changed")).changed.state)
+    assert states == [
+        leases.LEASE_STATE_PENDING,
+        leases.LEASE_STATE_GRANTED,
+        leases.LEASE_STATE_ACTIVE,
+        leases.LEASE_STATE_COMPLETED,
+    ]
+    call.cancel()
+
+
+async def test_a_snapshot_comes_in_pieces(tmp_path: Path) -> None:
+    limits = dataclasses.replace(Limits(), snapshot_piece=2, watch_progress_ns=50 * MS)
+    cluster = Cluster(tmp_path, limits)
+    await cluster.start()
+    try:
+        await cluster.pair()
+        for number in range(5):
+            await cluster.begin(f"s{number}")
+        call = watch(cluster)
+        pieces = [await take(call, "snapshot") for _ in range(3)]
+        assert [len(p.snapshot.sessions) for p in pieces] == [2, 2, 1]
+        assert [p.snapshot.complete for p in pieces] == [False, False, True]
+        call.cancel()
+    finally:
+        await cluster.stop()
