@@ -40,7 +40,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if item.path.is_relative_to(Path(__file__).parent):
             item.add_marker("engines")
             if not any(item.iter_markers("timeout")):
-                item.add_marker(pytest.mark.timeout(300))
+                item.add_marker(pytest.mark.timeout(600))
 
 
 def engine_spec(name: str, cpu: int, **changes: object) -> EngineSpec:

@@ -74,10 +74,14 @@ class Oracle:
         self._known: dict[tuple[tuple[tuple[str, str], ...], int], Answer] = {}
 
     def answer(self, messages: Sequence[Message], *, max_tokens: int = MAX_TOKENS) -> Answer:
-        """The answer with the cache warm: the same request is sent twice, the second counts."""
+        """The answer with the cache warm.
+
+        The prompt is computed first, as prefill does it, then the answer with the prompt's full
+        blocks cached, as decode does it: the same tokens in the same steps round to the same bits.
+        """
         key = (tuple((m["role"], m["content"]) for m in messages), max_tokens)
         if key not in self._known:
-            self._client.ask(messages, max_tokens=max_tokens)
+            self._client.ask(messages, max_tokens=1)
             self._known[key] = self._client.ask(messages, max_tokens=max_tokens)
         return self._known[key]
 
