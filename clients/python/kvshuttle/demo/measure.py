@@ -93,7 +93,7 @@ class Conversation:
     def _turn(
         self, turn: int, gateway: ChatClient, plain: ChatClient, view: ControlPlaneView
     ) -> tuple[TurnResult, Answer]:
-        # The plain engine first, twice: once for the prompt, as prefill does it, then for the answer
+        # The plain engine first, twice: for the prompt, as prefill does it, then for the answer
         # with the prompt's full blocks cached, as decode does it. So both sides compute the same
         # tokens in the same steps, and bfloat16 rounds them to the same bits.
         self._ask(plain, None, max_tokens=1)
