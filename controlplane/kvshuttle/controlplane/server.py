@@ -142,7 +142,8 @@ class Server:
         channelz.add_channelz_servicer(api)
         names = (*API_SERVICES, "grpc.channelz.v1.Channelz")
         await self._describe(api, names if own else (*names, *AGENT_SERVICES))
-        bound = self._bind(api, api_address, require_certificate=False)
+        # Python's gRPC asks for a certificate or does not; it cannot ask for one and do without.
+        bound = self._bind(api, api_address, require_certificate=not own or tokens is None)
         bound_agent = bound
         if own:
             await self._describe(agents, AGENT_SERVICES)
@@ -274,7 +275,7 @@ def _new_token() -> str:
 def _credentials(
     cert: Path, key: Path, client_ca: Path, *, require_certificate: bool
 ) -> grpc.ServerCredentials:
-    """On the API's listener a certificate is asked for, but a bearer token does as well."""
+    """SettingsError when a file cannot be read."""
     try:
         return grpc.dynamic_ssl_server_credentials(
             grpc.ssl_server_certificate_configuration(

@@ -85,7 +85,9 @@ class Settings(BaseSettings):
         None, description="PEM certificates that sign callers' certificates (agents need one)"
     )
     tokens_file: Path | None = Field(
-        None, description="YAML list of bearer tokens: sha256, role, name, tenant"
+        None,
+        description="YAML list of bearer tokens: sha256, role, name, tenant. With it the API's "
+        "callers are known by token, without it by certificate",
     )
 
     log_format: Literal["console", "json"] = Field("console", description="How to log")
@@ -163,6 +165,11 @@ class Settings(BaseSettings):
                         "bind it to 127.0.0.1, or set tls_cert, tls_key and client_ca instead"
                     )
         else:
+            if self.listen is not None and self.tokens_file is not None:
+                raise ValueError(
+                    "with listen everybody needs a certificate, so tokens_file has no use: set "
+                    "api_address and agent_address instead"
+                )
             for name in ("tls_cert", "tls_key", "client_ca"):
                 if getattr(self, name) is None:
                     raise ValueError(

@@ -104,7 +104,7 @@ async def test_what_is_not_there_is_not_found(cluster: Cluster) -> None:
         (
             "sessions",
             "EndTurn",
-            sessions.EndTurnRequest(session_id="s", turn=1, outcome=1),
+            sessions.EndTurnRequest(session_id="s", turn=1, outcome=sessions.TURN_OUTCOME_FAILED),
             "SESSION",
         ),
         ("leases", "GetLease", leases.GetLeaseRequest(lease_id="x"), "LEASE"),
@@ -150,7 +150,7 @@ async def test_bytes_that_are_no_message_do_no_harm(cluster: Cluster) -> None:
         "/kvshuttle.v1.LeaseService/ListLeases",
         "/kvshuttle.v1.ClusterService/GetWorker",
     ):
-        call = cluster.api.unary_unary(path)
+        call: Any = cluster.api.unary_unary(path)
         with pytest.raises(grpc.aio.AioRpcError):
             await call(b"\xff\xfe\x00garbage", timeout=T)
     await cluster.cluster.GetStatus(workers.GetStatusRequest(), timeout=T)
