@@ -140,10 +140,11 @@ class Session:
                 f"turn {number} does not run and cannot end", session_id=self.key.session_id
             )
         ended = replace(turn, state=TurnState.ENDED, outcome=outcome, usage=usage, end_ns=now_ns)
-        turns = [ended if t.number == number else t for t in self.turns]
-        # The newest by the time they ended, not by number: a long turn may end after later ones.
-        remembered = sorted((t for t in turns if not t.running), key=lambda t: (t.end_ns, t.number))
-        gone = {t.number for t in remembered[:-keep]}
+        # To the end of the tuple: ended turns lie in the order in which they ended, which is not
+        # that of their numbers, nor always of their times.
+        turns = [*(t for t in self.turns if t.number != number), ended]
+        excess = sum(not t.running for t in turns) - keep
+        gone = {t.number for t in [t for t in turns if not t.running][: max(0, excess)]}
         return replace(
             self,
             turns=tuple(t for t in turns if t.number not in gone),
@@ -152,8 +153,7 @@ class Session:
 
     def last_ended(self) -> Turn | None:
         """The turn that ended last."""
-        ended = [turn for turn in self.turns if not turn.running]
-        return max(ended, key=lambda t: (t.end_ns, t.number), default=None)
+        return next((turn for turn in reversed(self.turns) if not turn.running), None)
 
     def with_hints(self, hints: Hints, now_ns: int) -> Session:
         """The session with its hints replaced."""
