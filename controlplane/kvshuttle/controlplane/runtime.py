@@ -126,9 +126,13 @@ class Runtime:
         self._journal.append(effects.records, release)
         return future
 
-    def forget(self, event: Callable[[int], Decision[T]]) -> None:
+    def forget(
+        self,
+        event: Callable[[int], Decision[T]],
+        attach: Callable[[T], None] | None = None,
+    ) -> None:
         """Applies an event whose answer nobody needs; a store's failure is seen in `failed`."""
-        self.post(event).add_done_callback(_retrieve)
+        self.post(event, attach).add_done_callback(_retrieve)
 
     async def apply(
         self,

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import os
 import secrets
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import grpc
@@ -18,6 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from kvshuttle.controlplane import __version__
 from kvshuttle.controlplane.auth import Tokens
 from kvshuttle.controlplane.clock import Timeline
+from kvshuttle.controlplane.model.limits import SECOND
 from kvshuttle.controlplane.model.registry import Registry
 from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH
 from kvshuttle.controlplane.observer import Metrics, MetricsServer
@@ -65,7 +66,7 @@ _KEEPALIVE = (
 )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Addresses:
     """Where the server listens; `metrics` is empty when it is off."""
 
@@ -96,14 +97,20 @@ class Server:
     async def start(self) -> None:
         """Opens the store, begins a new epoch, and serves."""
         settings = self.settings
-        store: Store = MemoryStore() if settings.store == "memory" else SqliteStore(settings.store)
+        path = settings.store_file()
+        store: Store = MemoryStore() if path is None else SqliteStore(path)
         self._stores.append(store)
         snapshot = await asyncio.to_thread(store.load)
         self.clock.not_before(snapshot.time_ns)
+        if path is None:
+            # Nobody remembers which numbers the process before this one gave to boots that may
+            # still run, and they must not be given again.
+            now_s = self.clock.now_ns() // SECOND
+            snapshot = dataclasses.replace(snapshot, last_incarnation=now_s)
         self.registry = Registry(
             self.limits,
             Planner(min_tokens=self.limits.min_tokens),
-            accept_lineage_change=settings.accept_lineage_change,
+            accept_lineage_change=settings.accept_lineage_change or path is None,
         )
         self.hubs = Hubs(self.limits, (snapshot.epoch + 1) * REVISIONS_PER_EPOCH)
         self.runtime = Runtime(

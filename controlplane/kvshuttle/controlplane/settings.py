@@ -64,11 +64,12 @@ class Settings(BaseSettings):
         description="Written once serving: JSON with the bound addresses, the epoch and the pid",
     )
 
-    store: str = Field(
-        "kvshuttle.db",
+    store: str | None = Field(
+        None,
         min_length=1,
         description="The SQLite file where state is kept, made if absent, locked while in use; or "
-        "the word memory, which forgets everything at the end",
+        "the word memory, which forgets everything at the end and takes agents of any lineage "
+        "(default: kvshuttle.db; with --insecure memory)",
     )
     accept_lineage_change: bool = Field(
         False,
@@ -189,6 +190,12 @@ class Settings(BaseSettings):
         if self.metrics_address is not None:
             return self.metrics_address
         return "127.0.0.1:7402" if self.listen is None else "127.0.0.1:0"
+
+    def store_file(self) -> Path | None:
+        """The SQLite file; None for a store in memory."""
+        if self.store is None:
+            return None if self.insecure else Path("kvshuttle.db")
+        return None if self.store == "memory" else Path(self.store)
 
     def limits(self) -> Limits:
         """These settings among the other limits."""

@@ -139,6 +139,28 @@ def test_a_signal_stops_it_cleanly(tmp_path: Path) -> None:
     again.stop()
 
 
+async def test_what_was_answered_survives_sigkill(tmp_path: Path) -> None:
+    process = await asyncio.to_thread(Process, tmp_path)
+    async with grpc.aio.insecure_channel(process.ready["agent"]) as channel:
+        agent = await Agent(channel, "b", types.WORKER_ROLE_BOTH).connect()
+        stub = session_grpc.SessionServiceStub(channel)
+        begun = [
+            await stub.BeginTurn(sessions.BeginTurnRequest(session_id=f"s{n}"), timeout=10)
+            for n in range(20)
+        ]
+        process.child.kill()
+        process.child.wait()
+        process.ready_path.unlink()
+        await agent.close()
+    process = await asyncio.to_thread(Process, tmp_path)
+    async with grpc.aio.insecure_channel(process.ready["api"]) as channel:
+        stub = session_grpc.SessionServiceStub(channel)
+        page = await stub.ListSessions(sessions.ListSessionsRequest(), timeout=10)
+        kept = {s.session_id: s.turns[0] for s in page.sessions}
+        assert kept == {f"s{n}": answer.turn for n, answer in enumerate(begun)}
+    process.stop()
+
+
 def test_a_second_one_on_the_same_store_is_refused(process: Process, tmp_path: Path) -> None:
     store = process.ready_path.with_name("store.db")
     found = subprocess.run(

@@ -164,6 +164,8 @@ def test_toml_and_the_environments_config(tmp_path: Path, monkeypatch: pytest.Mo
     found = settings.load([])
     assert found.listeners() == ("127.0.0.1:1",)
     assert found.metrics() == "127.0.0.1:0"
+    assert found.store_file() is None
+    assert settings.load(["--store=x.db"]).store_file() == Path("x.db")
 
 
 @pytest.mark.parametrize(

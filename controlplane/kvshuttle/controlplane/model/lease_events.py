@@ -256,25 +256,27 @@ def stopped(w: Work, ref: WorkerRef, lease_id: str, report: StopReport) -> None:
             # It cannot have read what was never granted.
             state, reason = LeaseState.FAILED, "STOPPED_BEFORE_GRANT"
         lease = lease.ended(state, reason, w.now_ns, report.stats)
-        w.put_lease(lease)
-        w.fact(
-            "transfer",
-            lease_id=lease_id,
-            direction=lease.direction.name,
-            outcome=report.outcome.name,
-            reason=reason,
-            stats=report.stats,
-        )
-        if report.outcome is TransferOutcome.PUBLISHED:
-            w.planner.observe_transfer(
-                lease.source.worker_id,
-                lease.destination.worker_id,
-                report.stats.bytes,
-                report.stats.transfer_ns,
-            )
     elif lease.stats is None:
+        # It had ended in the books, by a deadline or a restart; what was moved still counts.
         lease = lease.with_stats(report.stats)
-        w.put_lease(lease)
+    else:
+        return
+    w.put_lease(lease)
+    w.fact(
+        "transfer",
+        lease_id=lease_id,
+        direction=lease.direction.name,
+        outcome=report.outcome.name,
+        reason=report.reason,
+        stats=report.stats,
+    )
+    if report.outcome is TransferOutcome.PUBLISHED:
+        w.planner.observe_transfer(
+            lease.source.worker_id,
+            lease.destination.worker_id,
+            report.stats.bytes,
+            report.stats.transfer_ns,
+        )
     reader_is_stopped(w, lease)
 
 

@@ -30,6 +30,7 @@ from kvshuttle.controlplane.model.worker import Worker
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvshuttle.controlplane.model.lease import Lease
     from kvshuttle.controlplane.model.reports import Heartbeat, Hello, LeaseReport
     from kvshuttle.controlplane.model.work import Work
 
@@ -204,9 +205,17 @@ def _reconcile(w: Work, worker: Worker, reports: tuple[LeaseReport, ...]) -> Non
             if known is not None and known.reader_stopped and known.source == worker.ref:
                 version = max(known.version, report.version + 1)
                 w.command(worker.ref, ReaderStopped(report.lease_id, version))
-        elif known is None or not known.open or known.destination != worker.ref:
+        elif known is not None and known.destination == worker.ref and _runs_on(known):
+            continue
+        else:
             version = max(known.version if known else 0, report.version) + 1
             w.command(worker.ref, Revoke(report.lease_id, version, "UNKNOWN_LEASE", ""))
+
+
+def _runs_on(lease: Lease) -> bool:
+    """Whether a destination may go on with a lease: it is open, or only the control plane's restart
+    has ended it in the books, which takes nothing from the right until its deadline."""
+    return lease.open or lease.end_reason == "EPOCH_CHANGED"
 
 
 def heartbeat(w: Work, ref: WorkerRef, beat: Heartbeat) -> None:

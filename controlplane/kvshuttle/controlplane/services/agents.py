@@ -173,31 +173,31 @@ class AgentService(pb_grpc.AgentServiceServicer):
 
     async def _welcome(self, requests: AsyncIterator[pb.ConnectRequest]) -> _Stream:
         says = await self._hello(requests)
+        registry = self._runtime.registry
         made: list[_Stream] = []
 
-        def attach(welcome: Welcome) -> None:
-            worker = welcome.worker
+        def event(now: int) -> Decision[Welcome]:
+            decision = registry.hello(now, says)
+            worker = decision.result.worker
             stream = _Stream(worker.ref, worker.boot_id, worker.stream_generation)
-            stream.welcome = self._welcome_out(welcome)
-            self._streams.attach(stream)
+            stream.welcome = self._welcome_out(decision.result)
             made.append(stream)
+            return decision
 
         try:
-            await self._runtime.apply(lambda now: self._runtime.registry.hello(now, says), attach)
+            # Attached in the order of effects: what was decided before goes to the older stream,
+            # what is decided from now on to this one.
+            await self._runtime.apply(event, lambda _: self._streams.attach(made[0]))
         except asyncio.CancelledError:
-            # The agent went away while its hello was being stored; the stream that may be
-            # attached by then has nobody to serve it.
-            self._runtime.forget(lambda now: self._lost_while_greeting(now, says, made))
+            # The agent went away while its hello was being stored. The loss comes after the
+            # hello, so it finds the stream attached, with nobody to serve it.
+            stream = made[0]
+            self._runtime.forget(
+                lambda now: registry.stream_lost(now, stream.ref, stream.generation, "CLOSED"),
+                lambda _: self._streams.detach(stream),
+            )
             raise
         return made[0]
-
-    def _lost_while_greeting(self, now: int, says: Hello, made: list[_Stream]) -> Decision[None]:
-        for stream in made:
-            self._streams.detach(stream)
-        worker = self._runtime.registry.state.workers[says.worker_id]
-        return self._runtime.registry.stream_lost(
-            now, worker.ref, worker.stream_generation, "CLOSED"
-        )
 
     def _welcome_out(self, welcome: Welcome) -> pb.AgentWelcome:
         limits = self._limits
