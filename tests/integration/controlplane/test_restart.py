@@ -37,6 +37,13 @@ async def test_sessions_turns_and_boots_survive(cluster: Cluster) -> None:
         agent.hello.lineage_id = was.lineage_id
         await agent.connect()
     assert decode.welcome.incarnation == incarnation
+    assert decode.generation == 2
+    await cluster.restart()
+    for agent in (decode, prefill):
+        await agent.connect()
+    # A command that an older stream had queued is told from a newer one's by this number.
+    assert decode.generation == 3
+    now = await status(cluster)
     assert decode.epoch == now.epoch
     await prefill.told("expect_turn", turn_token=running.turn_token)
     assert (await cluster.end(2)).state == sessions.TURN_STATE_ENDED

@@ -81,8 +81,8 @@ def hello(w: Work, says: Hello, *, accept_lineage: bool) -> Welcome:
         _raise_epoch(w, says.highest_epoch + 1)
     if before is not None and same_boot:
         worker = before.connected_as(says, w.now_ns)
-        # Its identity is durable already; only a drain or a fence changes what is stored.
-        w.put_worker(worker, durable=False)
+        # Stored for its stream generation, which must grow over restarts of this side too.
+        w.put_worker(worker)
     else:
         if before is not None:
             _superseded(w, before)
