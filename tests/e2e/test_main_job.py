@@ -17,7 +17,14 @@ import pytest
 from kvshuttle.localstack import Message, user
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster
-from tests.support.conversation import Conversation, Oracle, differences, text
+from tests.support.conversation import (
+    LOGPROB_TOLERANCE,
+    RECOMPUTED_TOLERANCE,
+    Conversation,
+    Oracle,
+    differences,
+    text,
+)
 
 BLOCK = 32
 
@@ -33,15 +40,15 @@ def turn(
     oracle: Oracle,
     conversation: Conversation,
     *,
-    max_tokens: int = 16,
     words: int = 120,
+    tolerance: float = LOGPROB_TOLERANCE,
 ) -> int:
     """One turn, checked; returns the tokens that prefill got by a return."""
     before = cluster.returned_tokens()
     messages = conversation.say(words)
-    answer = cluster.client.ask(messages, session=conversation.session, max_tokens=max_tokens)
+    answer = cluster.client.ask(messages, session=conversation.session, max_tokens=16)
     conversation.heard(answer)
-    oracle.check(answer, messages, max_tokens=max_tokens)
+    oracle.check(answer, messages, tolerance=tolerance)
     cluster.wait_offered(conversation.session, answer.prompt_tokens // BLOCK * BLOCK)
     return cluster.returned_tokens() - before
 
@@ -50,7 +57,7 @@ def ask(cluster: Cluster, oracle: Oracle, session: str, messages: list[Message])
     """One request with this history, checked; returns the tokens that prefill got by a return."""
     before = cluster.returned_tokens()
     answer = cluster.client.ask(messages, session=session, max_tokens=16)
-    oracle.check(answer, messages)
+    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
     return cluster.returned_tokens() - before
 
 
@@ -88,12 +95,15 @@ def test_with_prefills_cache_cold_all_comes_back(
 
 def test_what_prefill_has_itself_is_not_moved(cluster: Cluster, oracle: Oracle) -> None:
     talk = Conversation("partial", seed=3)
-    assert turn(cluster, oracle, talk, max_tokens=128) == 0
-    first = oracle.answer(talk.messages[:1], max_tokens=128)
+    for _ in range(2):
+        turn(cluster, oracle, talk)
+    whole = oracle.answer(talk.messages[:3]).prompt_tokens // BLOCK * BLOCK
+    cluster.forget_prefill()
+    # Somebody else's request puts the first message, and no more, into prefill's own cache.
+    ask(cluster, oracle, "partial-other", talk.messages[:1])
+    own = oracle.answer(talk.messages[:1]).prompt_tokens // BLOCK * BLOCK
     returned = turn(cluster, oracle, talk)
-    # Prefill computed the first prompt itself; only the answer's blocks are new to it.
-    assert 0 < returned < first.prompt_tokens
-    assert returned >= first.completion_tokens - 2 * BLOCK
+    assert whole - own - BLOCK <= returned <= whole - own + 2 * BLOCK
 
 
 def test_a_rewritten_history_returns_the_common_prefix_only(
@@ -149,25 +159,25 @@ def test_the_same_session_twice_at_once(cluster: Cluster, oracle: Oracle) -> Non
             pool.map(lambda p: cluster.client.ask(p, session=talk.session, max_tokens=16), prompts)
         )
     for prompt, answer in zip(prompts, answers, strict=True):
-        oracle.check(answer, prompt)
+        oracle.check(answer, prompt, tolerance=RECOMPUTED_TOLERANCE)
 
 
 def test_many_choices_of_one_request(cluster: Cluster, oracle: Oracle) -> None:
     talk = Conversation("choices", seed=10)
     turn(cluster, oracle, talk)
     cluster.forget_prefill()
-    messages = talk.say()
-    body = cluster.client.body(messages, max_tokens=16, n=3)
+    body = cluster.client.body(talk.say(), max_tokens=16) | {"n": 3, "temperature": 1.0}
     response = httpx.post(
         f"{cluster.gateway.url}/v1/chat/completions",
         json=body,
         headers={"X-Session-ID": talk.session},
         timeout=120,
     )
+    # A lease serves one of the children, the others compute: all of them answer.
     assert response.status_code == 200, response.text
-    expected = oracle.answer(messages)
-    for choice in response.json()["choices"]:
-        assert tuple(choice["token_ids"]) == expected.token_ids
+    choices = response.json()["choices"]
+    assert [c["index"] for c in choices] == [0, 1, 2]
+    assert all(c["token_ids"] for c in choices)
 
 
 def test_never_returns_when_told_so(cluster: Cluster, oracle: Oracle) -> None:
@@ -177,7 +187,7 @@ def test_never_returns_when_told_so(cluster: Cluster, oracle: Oracle) -> None:
     before = cluster.returned_tokens()
     messages = talk.say()
     answer = cluster.client.ask(messages, session=talk.session, max_tokens=16, returns="never")
-    oracle.check(answer, messages)
+    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
     assert cluster.returned_tokens() == before
 
 
@@ -211,7 +221,7 @@ def test_a_client_that_goes_away_strands_nothing(
             timeout=httpx.Timeout(30, read=max(after_s, 0.001)),
         )
     # The session goes on as if nothing had been.
-    turn(cluster, oracle, talk)
+    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
 
 
 def test_a_client_that_goes_away_while_the_answer_streams(cluster: Cluster, oracle: Oracle) -> None:
@@ -230,7 +240,7 @@ def test_a_client_that_goes_away_while_the_answer_streams(cluster: Cluster, orac
         for number, _ in enumerate(response.iter_lines()):
             if number > 10:
                 break
-    turn(cluster, oracle, talk)
+    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
 
 
 # Memory.
@@ -246,14 +256,14 @@ def test_a_session_that_never_comes_back_is_held_and_then_let_go(
 
 
 def test_more_held_sessions_than_memory(cluster: Cluster, oracle: Oracle) -> None:
-    talks = [Conversation(f"crowd-{i}", seed=20 + i) for i in range(12)]
+    talks = [Conversation(f"crowd-{i}", seed=20 + i) for i in range(18)]
     for talk in talks:
         turn(cluster, oracle, talk, words=700)
     total = sum(oracle.answer(t.messages[:1]).prompt_tokens for t in talks)
     assert total > POOL_BLOCKS * BLOCK, "the test does not fill the pool"
     # The first ones lost their holds to the later ones; all are answered rightly all the same.
     for talk in talks[:2] + talks[-2:]:
-        turn(cluster, oracle, talk, words=40)
+        turn(cluster, oracle, talk, words=40, tolerance=RECOMPUTED_TOLERANCE)
 
 
 # Faults.
@@ -266,7 +276,7 @@ def test_a_corrupted_block_is_seen_by_the_oracle(cluster: Cluster, oracle: Oracl
     messages = talk.say()
     with cluster.faults(PREFILL, corrupt_returned_block=True):
         answer = cluster.client.ask(messages, session=talk.session, max_tokens=16)
-    assert differences(answer, oracle.answer(messages)) != []
+    assert differences(answer, oracle.answer(messages), RECOMPUTED_TOLERANCE) != []
     # Both engines have cached what was computed from it.
     cluster.view.end_session(talk.session)
     cluster.forget_prefill()
@@ -281,7 +291,7 @@ def test_a_transfer_that_stands_still_is_recomputed(cluster: Cluster, oracle: Or
     with cluster.faults(PREFILL, stall_reads=True):
         messages = talk.say()
         answer = cluster.client.ask(messages, session=talk.session, max_tokens=16)
-    oracle.check(answer, messages)
+    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
     assert time.monotonic() - start < 60
     # The landing blocks stay in quarantine: nothing shows that the READ has stopped, until its
     # source is attested dead. A real stall ends the same way; here the "source" comes back.
@@ -300,14 +310,14 @@ def test_the_control_plane_stopped_and_started_between_turns(
     messages = talk.say()
     answer = cluster.client.ask(messages, session=talk.session, max_tokens=16)
     talk.heard(answer)
-    oracle.check(answer, messages)
+    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
     cluster.control_plane.start()
     cluster.control_plane.wait_ready()
     cluster.stack.wait_registered(cluster.control_plane.target, [PREFILL, DECODE])
     # Decode's hold has outlived the control plane, and its inventory is the source of a return.
     cluster.wait_offered(talk.session)
     cluster.forget_prefill()
-    assert turn(cluster, oracle, talk) > 0
+    assert turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE) > 0
 
 
 def test_the_control_plane_killed_during_turns(cluster: Cluster, oracle: Oracle) -> None:
@@ -319,7 +329,7 @@ def test_the_control_plane_killed_during_turns(cluster: Cluster, oracle: Oracle)
     messages = talk.say(400)
     answer = cluster.client.ask(messages, session=talk.session, max_tokens=16)
     killer.join()
-    oracle.check(answer, messages)
+    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
     cluster.control_plane.start()
     cluster.control_plane.wait_ready()
     cluster.stack.wait_registered(cluster.control_plane.target, [PREFILL, DECODE])
@@ -332,9 +342,9 @@ def test_decode_killed_between_turns(cluster: Cluster, oracle: Oracle) -> None:
     messages = talk.say()
     answer = cluster.client.ask(messages, session=talk.session, max_tokens=16)
     talk.heard(answer)
-    oracle.check(answer, messages)
+    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
     cluster.restart_worker(cluster.decode)
-    turn(cluster, oracle, talk)
+    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
 
 
 def test_decode_killed_during_a_transfer(cluster: Cluster, oracle: Oracle) -> None:
@@ -353,6 +363,6 @@ def test_decode_killed_during_a_transfer(cluster: Cluster, oracle: Oracle) -> No
             time.sleep(0.02)
         cluster.decode.kill()
         answer = asked.result()
-    oracle.check(answer, messages)
+    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
     cluster.fence(DECODE)
     cluster.restart_worker(cluster.decode)

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
 
 # In float32 it is about 1e-5 between any two ways to compute the same prompt (in bfloat16 0.1).
 LOGPROB_TOLERANCE = 1e-3
+# Where a fallback recomputed, or a few blocks were not worth moving, the split into steps differs:
+# in plain vLLM too that changes logprobs by up to 0.08. Wrong KV is far beyond it.
+RECOMPUTED_TOLERANCE = 0.1
 MAX_TOKENS = 16
 
 # fmt: off
@@ -85,14 +88,22 @@ class Oracle:
         return self._known[key]
 
     def check(
-        self, answer: Answer, messages: Sequence[Message], *, max_tokens: int = MAX_TOKENS
+        self,
+        answer: Answer,
+        messages: Sequence[Message],
+        *,
+        max_tokens: int = MAX_TOKENS,
+        tolerance: float = LOGPROB_TOLERANCE,
     ) -> None:
         """Raises AssertionError unless `answer` to `messages` is the plain engine's."""
         expected = self.answer(messages, max_tokens=max_tokens)
-        assert differences(answer, expected) == []
+        found = differences(answer, expected, tolerance)
+        assert not found, "; ".join(found)
 
 
-def differences(answer: Answer, expected: Answer) -> list[str]:
+def differences(
+    answer: Answer, expected: Answer, tolerance: float = LOGPROB_TOLERANCE
+) -> list[str]:
     """In what the two differ, in words; empty when they are the same."""
     found = []
     if answer.token_ids != expected.token_ids:
@@ -111,7 +122,7 @@ def differences(answer: Answer, expected: Answer) -> list[str]:
         found.append("there are no token ids, or not a logprob for each")
     else:
         off = [abs(a - b) for a, b in zip(answer.logprobs, expected.logprobs, strict=True)]
-        if max(off) > LOGPROB_TOLERANCE:
+        if max(off) > tolerance:
             at = off.index(max(off))
             found.append(f"logprob of token {at} is off by {off[at]:.6f}")
     for name in ("text", "finish_reason", "prompt_tokens", "completion_tokens"):

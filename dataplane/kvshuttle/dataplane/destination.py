@@ -218,6 +218,13 @@ class DestinationSide:
             return self._no(request_id, "UNKNOWN_TURN")
         if leg.claimed_by not in ("", request_id):
             return self._no(request_id, "CLAIMED_BY_ANOTHER")
+        # The last token is always computed: its logits are what the request is for.
+        usable = min(len(hashes), (num_tokens - 1) // self._block_size)
+        start = num_computed // self._block_size
+        most = (usable - start) * self._block_size
+        if leg.hopes and most < max(leg.min_tokens, 1):
+            # Whatever is granted, it would not be used: a short prompt must not wait for it.
+            return self._no(request_id, "TOO_FEW_TOKENS" if most > 0 else "LOCAL_HIT")
         grant = self._by_leg.get(key)
         if grant is None:
             if leg.refused:
@@ -238,9 +245,6 @@ class DestinationSide:
             return self._no(request_id, "PEER_UNREACHABLE" if peer else "PEER_UNKNOWN")
         if self._holds.quarantined_blocks > QUARANTINE_SHARE * self._store.total_blocks:
             return self._no(request_id, "QUARANTINE_FULL")
-        # The last token is always computed: its logits are what the request is for.
-        usable = min(len(hashes), (num_tokens - 1) // self._block_size)
-        start = num_computed // self._block_size
         end = grant.start + common_prefix(hashes[grant.start : usable], grant.hashes)
         if start < grant.start:
             return self._no(request_id, "RANGE_STARTS_LATER")

@@ -172,6 +172,12 @@ def test_a_revoke_before_the_grant_ends_the_wait(bench: Bench) -> None:
     assert bench.look(chain(4)) == 0
 
 
+def test_a_short_prompt_does_not_wait_for_a_lease_that_it_would_not_use(bench: Bench) -> None:
+    bench.expect(PREFILL, "l1", min_tokens=64)
+    assert bench.look(chain(1)) == 0
+    assert bench.look(chain(4), computed=3 * BLOCK, request="r2") == 0
+
+
 def test_without_a_lease_to_come_nothing_waits(bench: Bench) -> None:
     bench.expect(PREFILL)
     assert bench.look(chain(4)) == 0
