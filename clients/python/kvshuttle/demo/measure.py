@@ -92,8 +92,8 @@ class Conversation:
         self, turn: int, gateway: ChatClient, plain: ChatClient, view: ControlPlaneView
     ) -> tuple[TurnResult, Answer]:
         # The plain engine first, twice: for the prompt, as prefill does it, then for the answer
-        # with the prompt's full blocks cached, as decode does it. So both sides compute the same
-        # tokens in the same steps, and bfloat16 rounds them to the same bits.
+        # with the prompt's full blocks cached, as decode does it. So the turn with the return and
+        # the plain engine compute the same tokens in the same steps.
         self._ask(plain, None, max_tokens=1)
         expected = self._ask(plain, None)
         # Who goes first changes with every turn, so that neither gains from it.
@@ -109,7 +109,8 @@ class Conversation:
             int(after.total(name) - before.total(name))
             for name in (PROMPT_TOKENS, EXTERNAL_HITS, LOCAL_HITS)
         )
-        found = _differences(with_return, expected)
+        found = [f"with the return: {text}" for text in _differences(with_return, expected)]
+        found += [f"without: {text}" for text in _differences(without, expected)]
         result = TurnResult(
             turn=turn,
             question=script.question(turn),
