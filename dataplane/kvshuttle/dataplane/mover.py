@@ -78,7 +78,6 @@ class _ReadState:
     held: bool | None = None
     # Reason for which vLLM was told that the load failed, while NIXL has not let go.
     given_up: str = ""
-    next_release_ns: int = 0
 
 
 @dataclass
@@ -205,7 +204,8 @@ class Mover:
             self._commands.poll(self._interval_ns // 1_000_000)
         else:
             time.sleep(self._interval_ns / NS)
-        limit = POLL_MAX_READING_NS if self._reads else POLL_MAX_SERVING_NS
+        waited_for = any(not state.given_up for state in self._reads.values())
+        limit = POLL_MAX_READING_NS if waited_for else POLL_MAX_SERVING_NS
         self._interval_ns = min(self._interval_ns * 3 // 2, limit)
         while True:
             try:
@@ -305,7 +305,7 @@ class Mover:
     def _progress(self, state: _ReadState, now: int) -> bool:
         """Moves one read on. True: something happened."""
         if state.given_up:
-            return self._try_to_let_go(state, now)
+            return self._try_to_let_go(state)
         if state.phase is _Phase.CONFIRMING:
             if state.held is not None:
                 late = self._clock() > state.deadline_ns
@@ -359,15 +359,17 @@ class Mover:
             return
         state.given_up = reason
         self._report(state.order.request_id, failed=True)
-        self._try_to_let_go(state, self._clock())
+        self._try_to_let_go(state)
 
-    def _try_to_let_go(self, state: _ReadState, now: int) -> bool:
-        ended = self._transport.state(state.handle) != "PROC"
-        if not ended and now < state.next_release_ns:
+    def _try_to_let_go(self, state: _ReadState) -> bool:
+        """Ends a given-up read once NIXL says that it has completed or failed.
+
+        Releasing the handle of a READ in flight asks NIXL to cancel it, which proves nothing: the
+        landing blocks stay in quarantine until it has ended, or its source is attested dead.
+        """
+        if state.faults.stall_reads or self._transport.state(state.handle) == "PROC":
             return False
-        # Cancelling a READ in flight may be refused: then it may still write, and we ask again.
-        state.next_release_ns = now + NS // 10
-        if state.faults.stall_reads or not self._transport.release(state.handle):
+        if not self._transport.release(state.handle):
             return False
         self._end(state, published=False, reason=state.given_up)
         return True
