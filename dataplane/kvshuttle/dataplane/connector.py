@@ -21,7 +21,7 @@ from kvshuttle.dataplane.handshake import RankHandshake
 from kvshuttle.dataplane.link import ControlLink
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.mover import Mover
-from kvshuttle.dataplane.scheduler import FinishedRequest, SchedulerAgent
+from kvshuttle.dataplane.scheduler import SchedulerAgent
 from kvshuttle.dataplane.turns import leg_of_params
 from kvshuttle.dataplane.vllm_compat import (
     CacheHitSource,
@@ -251,17 +251,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._agent is None or key is None:
             return False, None
         try:
-            state = finished_state(request, block_ids[0], self._block_size)
-            self._agent.finished(
-                key,
-                FinishedRequest(
-                    state.request_id,
-                    state.hashes,
-                    state.block_ids,
-                    state.prompt_tokens,
-                    state.aborted,
-                ),
-            )
+            self._agent.finished(key, finished_state(request, block_ids[0], self._block_size))
         except Exception:
             _log.exception("hook_failed", hook="request_finished")
         self._after_hook()

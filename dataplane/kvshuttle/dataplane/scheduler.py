@@ -111,7 +111,6 @@ class SchedulerAgent:
         self._generation = 0
         self._highest_epoch = 0
         self._lineage = ""
-        self._default_retention_ns = 0
         self._fenced = False
         self._times: dict[str, _LegTimes] = {}
 

@@ -53,7 +53,6 @@ class SourceLease:
     version: int
     hold: Hold
     deadline_ns: int
-    guard_ns: int
     destination: tuple[str, int]
     ranks_done: int = 0
     # Why it is closing; empty while it is open. It is gone once every rank says no to the reader.
@@ -173,7 +172,6 @@ class SourceSide:
             deadline_ns=source_deadline(
                 self._clock(), command.ttl.ToNanoseconds(), guard, self.drift_ppm
             ),
-            guard_ns=guard,
             destination=(command.destination.worker_id, command.destination.incarnation),
         )
         self._leases[lease.lease_id] = lease

@@ -41,11 +41,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvshuttle.dataplane.scheduler import FinishedRequest
 from kvshuttle.dataplane.transport import LocalRegion
 
 __all__ = [
     "CacheHitSource",
-    "Finished",
     "KVCacheBlocks",
     "KVCacheConfig",
     "KVConnectorBase_V1",
@@ -209,20 +209,7 @@ def engine_probe() -> EngineProbe:
     return EngineProbe(wake, counts)
 
 
-@dataclass(frozen=True)
-class Finished:
-    """What a finished request leaves behind."""
-
-    request_id: str
-    hashes: tuple[bytes, ...]
-    """Of its full blocks whose KV is written."""
-    block_ids: tuple[int, ...]
-    """Of the same blocks."""
-    prompt_tokens: int
-    aborted: bool
-
-
-def finished_state(request: Request, block_ids: Sequence[int], block_size: int) -> Finished:
+def finished_state(request: Request, block_ids: Sequence[int], block_size: int) -> FinishedRequest:
     """Which of a finishing request's blocks are full and written.
 
     Below the computed tokens only: the last sampled token has no KV yet, and what a step in flight
@@ -230,7 +217,7 @@ def finished_state(request: Request, block_ids: Sequence[int], block_size: int) 
     """
     computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
     full = min(computed // block_size, len(request.block_hashes), len(block_ids))
-    return Finished(
+    return FinishedRequest(
         request_id=request.request_id,
         hashes=tuple(bytes(h) for h in request.block_hashes[:full]),
         block_ids=tuple(block_ids[:full]),
