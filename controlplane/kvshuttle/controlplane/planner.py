@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from kvshuttle.controlplane.model.errors import NoWorkerError
 from kvshuttle.controlplane.model.session import Plan
 from kvshuttle.controlplane.model.terms import ReplicaState, ReturnMode, ReturnPolicy, WorkerRole
@@ -55,8 +57,7 @@ class Rate:
         self.value = sample if not self.value else self.value + SMOOTHING * (sample - self.value)
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(Struct, frozen=True):
     """A placement. `prefill` is None for a turn that runs on one worker; `replica` is the best
     one on decode's worker; `lack` says why there is none."""
 

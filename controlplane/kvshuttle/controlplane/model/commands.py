@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from kvshuttle.controlplane.model.reports import Descriptors
@@ -33,8 +34,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ExpectTurn:
+class ExpectTurn(Struct, frozen=True, gc=False):
     """A leg of a turn will arrive. Said again to an agent that reconnects."""
 
     turn_token: str
@@ -48,16 +48,14 @@ class ExpectTurn:
     min_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class ForgetTurn:
+class ForgetTurn(Struct, frozen=True, gc=False):
     """A turn is over."""
 
     turn_token: str
     leg: Leg
 
 
-@dataclass(frozen=True, slots=True)
-class Harden:
+class Harden(Struct, frozen=True, gc=False):
     """To the source: hold a range."""
 
     lease_id: str
@@ -70,8 +68,7 @@ class Harden:
     destination: WorkerRef
 
 
-@dataclass(frozen=True, slots=True)
-class Grant:
+class Grant(Struct, frozen=True, gc=False):
     """To the destination: you may read, once."""
 
     lease_id: str
@@ -84,8 +81,7 @@ class Grant:
     as_of: int
 
 
-@dataclass(frozen=True, slots=True)
-class Extend:
+class Extend(Struct, frozen=True, gc=False):
     """To either side: count longer. `as_of` is 0 to the source."""
 
     lease_id: str
@@ -96,8 +92,7 @@ class Extend:
     is_source: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Revoke:
+class Revoke(Struct, frozen=True, gc=False):
     """To the destination: stop, and say so. `turn_token` ends the wait of a leg that hoped for the
     lease, even where it was never granted; empty when no turn is known."""
 
@@ -107,24 +102,21 @@ class Revoke:
     turn_token: str
 
 
-@dataclass(frozen=True, slots=True)
-class ReaderStopped:
+class ReaderStopped(Struct, frozen=True, gc=False):
     """To the source: nobody reads under this lease any more."""
 
     lease_id: str
     version: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseReplica:
+class ReleaseReplica(Struct, frozen=True, gc=False):
     """Let a replica go; an empty hash means all of the session's."""
 
     key: SessionKey
     head_hash: bytes
 
 
-@dataclass(frozen=True, slots=True)
-class RetainReplica:
+class RetainReplica(Struct, frozen=True, gc=False):
     """Change how long a replica is held, from now."""
 
     key: SessionKey
@@ -132,30 +124,26 @@ class RetainReplica:
     retention_ns: int
 
 
-@dataclass(frozen=True, slots=True)
-class AnnouncePeer:
+class AnnouncePeer(Struct, frozen=True, gc=False):
     """A worker came or came back. `ranks` is passed on as it came."""
 
     worker: WorkerRef
     ranks: object
 
 
-@dataclass(frozen=True, slots=True)
-class PeerFenced:
+class PeerFenced(Struct, frozen=True, gc=False):
     """A boot is known to be dead."""
 
     worker: WorkerRef
 
 
-@dataclass(frozen=True, slots=True)
-class Drain:
+class Drain(Struct, frozen=True, gc=False):
     """Finish what you have."""
 
     undo: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Fenced:
+class Fenced(Struct, frozen=True, gc=False):
     """You are out; the stream ends after this."""
 
     reason: str

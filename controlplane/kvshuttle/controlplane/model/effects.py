@@ -3,8 +3,9 @@ logs and metrics. Effects leave the control plane only after their records are d
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
+
+from msgspec import Struct
 
 if TYPE_CHECKING:
     from kvshuttle.controlplane.model.commands import Command
@@ -35,50 +36,43 @@ __all__ = [
 T = TypeVar("T")
 
 
-@dataclass(frozen=True, slots=True)
-class PutSession:
+class PutSession(Struct, frozen=True, gc=False):
     """A session as it stands now."""
 
     session: Session
 
 
-@dataclass(frozen=True, slots=True)
-class DropSession:
+class DropSession(Struct, frozen=True, gc=False):
     """A session is forgotten."""
 
     key: SessionKey
 
 
-@dataclass(frozen=True, slots=True)
-class PutLease:
+class PutLease(Struct, frozen=True, gc=False):
     """A lease as it stands now. Never holds block ids."""
 
     lease: Lease
 
 
-@dataclass(frozen=True, slots=True)
-class DropLease:
+class DropLease(Struct, frozen=True, gc=False):
     """A lease is forgotten."""
 
     lease_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class PutWorker:
+class PutWorker(Struct, frozen=True, gc=False):
     """A boot: its number, its name, whether it was fenced or drained."""
 
     worker: Worker
 
 
-@dataclass(frozen=True, slots=True)
-class DropWorker:
+class DropWorker(Struct, frozen=True, gc=False):
     """A boot is forgotten."""
 
     ref: WorkerRef
 
 
-@dataclass(frozen=True, slots=True)
-class PutTerm:
+class PutTerm(Struct, frozen=True, gc=False):
     """The epoch, the lineage of the store and the last incarnation that was issued."""
 
     epoch: int
@@ -90,8 +84,7 @@ class PutTerm:
 Record = PutSession | DropSession | PutLease | DropLease | PutWorker | DropWorker | PutTerm
 
 
-@dataclass(frozen=True, slots=True)
-class SessionChange:
+class SessionChange(Struct, frozen=True, gc=False):
     """A session after a change, with where its KV lies."""
 
     revision: int
@@ -99,8 +92,7 @@ class SessionChange:
     replicas: tuple[Replica, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseChange:
+class LeaseChange(Struct, frozen=True, gc=False):
     """A lease after a change."""
 
     revision: int
@@ -110,8 +102,7 @@ class LeaseChange:
 Change = SessionChange | LeaseChange
 
 
-@dataclass(frozen=True, slots=True)
-class Disconnect:
+class Disconnect(Struct, frozen=True, gc=False):
     """A stream is to be ended."""
 
     ref: WorkerRef
@@ -119,16 +110,14 @@ class Disconnect:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Fact:
+class Fact(Struct, frozen=True, gc=False):
     """Something worth a log line or a count: a name, and values. Never a turn token."""
 
     name: str
     values: dict[str, object]
 
 
-@dataclass(slots=True)
-class Effects:
+class Effects(Struct):
     """All that one event decided, each list in order."""
 
     records: list[Record]
@@ -138,8 +127,7 @@ class Effects:
     disconnects: list[Disconnect]
 
 
-@dataclass(frozen=True, slots=True)
-class Decision(Generic[T]):
+class Decision(Struct, Generic[T], frozen=True, gc=False):
     """An event's answer and its effects."""
 
     result: T

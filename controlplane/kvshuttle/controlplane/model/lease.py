@@ -11,7 +11,8 @@ destination that lacks the lease, a fence, or that it was never granted at all.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.errors import IllegalTransitionError
 from kvshuttle.controlplane.model.terms import (
@@ -38,16 +39,14 @@ TRANSITIONS: dict[LeaseState, frozenset[LeaseState]] = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Stop:
+class Stop(Struct, frozen=True, array_like=True, gc=False):
     """The destination was asked to stop: what the lease becomes then, and why."""
 
     final: LeaseState
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class Renewal:
+class Renewal(Struct, frozen=True, array_like=True, gc=False):
     """An extension under way: the source first, then the destination."""
 
     ttl_ns: int
@@ -56,8 +55,7 @@ class Renewal:
     source_done: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(Struct, frozen=True, array_like=True, gc=False):
     """See the module. `ask_head` and `ask_range` are what the source is asked to harden;
     `range` and `head_hash` are what it holds, once it does."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from msgspec import Struct
+from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.errors import IllegalTransitionError
 from kvshuttle.controlplane.model.terms import ReplicaState, WorkerRef
@@ -10,8 +11,7 @@ from kvshuttle.controlplane.model.terms import ReplicaState, WorkerRef
 __all__ = ["Replica"]
 
 
-@dataclass(frozen=True, slots=True)
-class Replica:
+class Replica(Struct, frozen=True, array_like=True, gc=False):
     """A worker's copy of `chain[0:num_blocks)`, named by the hash of its last block.
 
     A session is a tree: one worker may hold several replicas of it.

@@ -6,8 +6,9 @@ no business with them, never stores them and never shows them to a client.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 if TYPE_CHECKING:
     from kvshuttle.controlplane.model.terms import (
@@ -33,8 +34,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class PoolStats:
+class PoolStats(Struct, frozen=True, gc=False):
     """A worker's block pool."""
 
     total_blocks: int = 0
@@ -47,8 +47,7 @@ class PoolStats:
     open_leases: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Counters:
+class Counters(Struct, frozen=True, gc=False):
     """What a worker counted since its boot."""
 
     transfers_completed: int = 0
@@ -61,8 +60,7 @@ class Counters:
     fallbacks: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaReport:
+class ReplicaReport(Struct, frozen=True, gc=False):
     """A replica that is offered, or part of an inventory (`turn_token` empty)."""
 
     key: SessionKey
@@ -75,8 +73,7 @@ class ReplicaReport:
     leg: Leg | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseReport:
+class LeaseReport(Struct, frozen=True, gc=False):
     """A lease as an agent knows it."""
 
     lease_id: str
@@ -85,8 +82,7 @@ class LeaseReport:
     transferring: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Hello:
+class Hello(Struct, frozen=True, gc=False):
     """Who an agent is and everything that it holds."""
 
     worker_id: str
@@ -109,8 +105,7 @@ class Hello:
     leases: tuple[LeaseReport, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Heartbeat:
+class Heartbeat(Struct, frozen=True, gc=False):
     """A sign of life; `clock` is the agent's own and opaque here."""
 
     clock: int
@@ -118,8 +113,7 @@ class Heartbeat:
     counters: Counters = field(default_factory=Counters)
 
 
-@dataclass(frozen=True, slots=True)
-class Descriptors:
+class Descriptors(Struct, frozen=True, gc=False):
     """What a source holds for a lease. Only range and head are looked at."""
 
     range: BlockRange
@@ -127,8 +121,7 @@ class Descriptors:
     payload: object
 
 
-@dataclass(frozen=True, slots=True)
-class StopReport:
+class StopReport(Struct, frozen=True, gc=False):
     """How a destination's use of a lease ended."""
 
     outcome: TransferOutcome
@@ -136,8 +129,7 @@ class StopReport:
     stats: TransferStats
 
 
-@dataclass(frozen=True, slots=True)
-class LegReport:
+class LegReport(Struct, frozen=True, gc=False):
     """A leg's prompt was computed."""
 
     turn_token: str

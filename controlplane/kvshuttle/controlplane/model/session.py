@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.errors import IllegalTransitionError
 from kvshuttle.controlplane.model.terms import (
@@ -22,16 +24,14 @@ if TYPE_CHECKING:
 __all__ = ["Placement", "Plan", "Session", "Turn", "Usage"]
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(Struct, frozen=True, array_like=True, gc=False):
     """A worker chosen for a leg."""
 
     worker: WorkerRef
     url: str
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(Struct, frozen=True, array_like=True, gc=False):
     """How the KV of earlier turns reaches prefill, and why; `reason` is one word."""
 
     return_mode: ReturnMode
@@ -41,8 +41,7 @@ class Plan:
     predicted_transfer_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Usage:
+class Usage(Struct, frozen=True, array_like=True, gc=False):
     """What a turn cost, as its gateway saw it."""
 
     prompt_tokens: int = 0
@@ -51,8 +50,7 @@ class Usage:
     ttft_ns: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
+class Turn(Struct, frozen=True, array_like=True, gc=False):
     """One request of a conversation; `prefill` is None when it runs on one worker alone."""
 
     number: int
@@ -80,8 +78,7 @@ class Turn:
         yield self.decode
 
 
-@dataclass(frozen=True, slots=True)
-class Session:
+class Session(Struct, frozen=True, array_like=True, gc=False):
     """One conversation. Several of its turns may run at once; numbers are never used twice."""
 
     key: SessionKey

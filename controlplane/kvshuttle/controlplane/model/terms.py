@@ -6,9 +6,10 @@ value; this package itself does not know the wire.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import NamedTuple
+
+from msgspec import Struct
 
 __all__ = [
     "BlockRange",
@@ -173,8 +174,7 @@ class TransferOutcome(IntEnum):
     REVOKED = 5
 
 
-@dataclass(frozen=True, slots=True)
-class Hints:
+class Hints(Struct, frozen=True, array_like=True, gc=False):
     """What the client knows of the time after a turn; None where it said nothing."""
 
     expected_idle_ns: int | None = None
@@ -188,8 +188,7 @@ class Hints:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class TransferStats:
+class TransferStats(Struct, frozen=True, array_like=True, gc=False):
     """What a destination measured; times in ns."""
 
     blocks: int = 0

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
+
+from msgspec import Struct, field
 
 from kvshuttle.controlplane.model import lease_events
 from kvshuttle.controlplane.model.commands import (
@@ -49,8 +50,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class BeginTurn:
+class BeginTurn(Struct, frozen=True):
     """What a gateway asks. `token` was drawn for the turn that may come of it."""
 
     key: SessionKey

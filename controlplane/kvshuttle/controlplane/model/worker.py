@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from msgspec import Struct, field
+from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.errors import IllegalTransitionError
 from kvshuttle.controlplane.model.reports import Counters, Heartbeat, Hello, PoolStats
@@ -11,8 +12,7 @@ from kvshuttle.controlplane.model.terms import WorkerRef, WorkerRole, WorkerStat
 __all__ = ["Worker"]
 
 
-@dataclass(frozen=True, slots=True)
-class Worker:
+class Worker(Struct, frozen=True):
     """READY ⇄ DRAINING, either → LOST → either (the same boot reconnects), all → FENCED.
 
     `clock` is the worker's own reading in the newest heartbeat, the `as_of` of grants to it.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from msgspec import Struct
 
 from kvshuttle.controlplane.model import lease_events, replica_events, turn_events
 from kvshuttle.controlplane.model.commands import (
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
 __all__ = ["Welcome", "drain", "fence", "heard", "heartbeat", "hello", "lost", "silent", "stale"]
 
 
-@dataclass(frozen=True, slots=True)
-class Welcome:
+class Welcome(Struct, frozen=True):
     """The answer to a hello: the worker as it stands now, and whom it may exchange KV with."""
 
     worker: Worker
