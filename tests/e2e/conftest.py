@@ -186,6 +186,13 @@ def cluster(
         )
 
 
+@pytest.fixture
+def nothing_leaked(cluster: Cluster) -> Iterator[None]:
+    """Checks after the test that nothing is held any more."""
+    yield
+    cluster.assert_nothing_leaked()
+
+
 @pytest.fixture(scope="session")
 def plain(logs: Path, request: pytest.FixtureRequest) -> Iterator[Engine]:
     """One engine without a connector. Alone, if no test of this run needs the cluster."""

@@ -8,57 +8,22 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
 
-from kvshuttle.localstack import Message, user
+from kvshuttle.localstack import user
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster
+from tests.e2e.steps import BLOCK, ask, turn
 from tests.support.conversation import (
-    LOGPROB_TOLERANCE,
     RECOMPUTED_TOLERANCE,
     Conversation,
     Oracle,
     differences,
     text,
 )
-
-BLOCK = 32
-
-
-@pytest.fixture(autouse=True)
-def nothing_leaked(cluster: Cluster) -> Iterator[None]:
-    yield
-    cluster.assert_nothing_leaked()
-
-
-def turn(
-    cluster: Cluster,
-    oracle: Oracle,
-    conversation: Conversation,
-    *,
-    words: int = 120,
-    tolerance: float = LOGPROB_TOLERANCE,
-) -> int:
-    """One turn, checked; returns the tokens that prefill got by a return."""
-    before = cluster.returned_tokens()
-    messages = conversation.say(words)
-    answer = cluster.client.ask(messages, session=conversation.session, max_tokens=16)
-    conversation.heard(answer)
-    oracle.check(answer, messages, tolerance=tolerance)
-    cluster.wait_offered(conversation.session, answer.prompt_tokens // BLOCK * BLOCK)
-    return cluster.returned_tokens() - before
-
-
-def ask(cluster: Cluster, oracle: Oracle, session: str, messages: list[Message]) -> int:
-    """One request with this history, checked; returns the tokens that prefill got by a return."""
-    before = cluster.returned_tokens()
-    answer = cluster.client.ask(messages, session=session, max_tokens=16)
-    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
-    return cluster.returned_tokens() - before
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -224,35 +189,7 @@ def test_a_client_that_goes_away_strands_nothing(
     turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
 
 
-def test_a_client_that_goes_away_while_the_answer_streams(cluster: Cluster, oracle: Oracle) -> None:
-    talk = Conversation("cancel-stream", seed=13)
-    turn(cluster, oracle, talk)
-    body = cluster.client.body(
-        [*talk.messages, user(text(60, 93))], max_tokens=1_000, ignore_eos=True, stream=True
-    )
-    with httpx.stream(
-        "POST",
-        f"{cluster.gateway.url}/v1/chat/completions",
-        json=body,
-        headers={"X-Session-ID": talk.session},
-        timeout=60,
-    ) as response:
-        for number, _ in enumerate(response.iter_lines()):
-            if number > 10:
-                break
-    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
-
-
 # Memory.
-
-
-def test_a_session_that_never_comes_back_is_held_and_then_let_go(
-    cluster: Cluster, oracle: Oracle
-) -> None:
-    talk = Conversation("gone", seed=14)
-    turn(cluster, oracle, talk)
-    assert cluster.held(DECODE) > 0 or cluster.view.session(talk.session).replicas
-    cluster.view.end_session(talk.session)
 
 
 def test_more_held_sessions_than_memory(cluster: Cluster, oracle: Oracle) -> None:

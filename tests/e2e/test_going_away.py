@@ -1,0 +1,181 @@
+"""Clients that go away, in each phase of a turn, and sessions that never come back.
+
+The gateway's own count of client cancels names the phase in which it noticed, so a test that hits
+another phase than it means to fails.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
+
+import pytest
+
+from kvshuttle.localstack import user
+from kvshuttle.localstack.metrics import scrape
+from kvshuttle.v1 import lease_service_pb2 as lease_pb2
+from kvshuttle.v1 import types_pb2
+from tests.e2e.conftest import DECODE, PREFILL, Cluster
+from tests.e2e.steps import BLOCK, turn, wait_until
+from tests.support.conversation import RECOMPUTED_TOLERANCE, Conversation, Oracle, text
+from tests.support.leaks import assert_nothing_leaked, leaks
+
+if TYPE_CHECKING:
+    from kvshuttle.localstack import Message
+    from kvshuttle.localstack.process import ManagedProcess
+
+pytestmark = pytest.mark.usefixtures("nothing_leaked")
+
+
+def cancels(cluster: Cluster, phase: str) -> float:
+    """How many clients went away in this phase, by the gateway's count."""
+    metrics = scrape(cluster.gateway.url)
+    return metrics.total("kvshuttle_gateway_client_cancels_total", phase=phase)
+
+
+class Request:
+    """A request whose client can hang up; nothing reads the answer unless `lines` does."""
+
+    def __init__(self, cluster: Cluster, talk: Conversation, messages: list[Message]) -> None:
+        body = cluster.client.body(messages, max_tokens=1_000, ignore_eos=True, stream=True)
+        self._connection = http.client.HTTPConnection(
+            urlsplit(cluster.gateway.url).netloc, timeout=60
+        )
+        self._connection.request(
+            "POST",
+            "/v1/chat/completions",
+            json.dumps(body),
+            {"X-Session-ID": talk.session, "Content-Type": "application/json"},
+        )
+
+    def lines(self, count: int) -> None:
+        """Reads so many lines of the answer."""
+        response = self._connection.getresponse()
+        assert response.status == 200, response.read()
+        for _ in range(count):
+            assert response.readline()
+
+    def hang_up(self) -> None:
+        """Closes the socket."""
+        self._connection.close()
+
+
+def transferring(cluster: Cluster, talk: Conversation, direction: int) -> bool:
+    """Whether a lease of the session is being read under."""
+    return any(
+        x.session_id == talk.session
+        and x.direction == direction
+        and x.state == lease_pb2.LEASE_STATE_ACTIVE
+        for x in cluster.view.open_leases()
+    )
+
+
+def prepared(cluster: Cluster, oracle: Oracle, name: str, seed: int) -> Conversation:
+    """A conversation with one turn behind it, whose KV only decode has."""
+    talk = Conversation(name, seed=seed)
+    turn(cluster, oracle, talk)
+    cluster.forget_prefill()
+    return talk
+
+
+def next_prompt(talk: Conversation) -> list[Message]:
+    return [*talk.messages, user(text(300, 94))]
+
+
+def gone_in(cluster: Cluster, request: Request, phase: str) -> None:
+    """Hangs up, and waits until the gateway has noticed, in this phase."""
+    before = cancels(cluster, phase)
+    request.hang_up()
+    wait_until(lambda: cancels(cluster, phase) > before, f"a client is gone in phase {phase}")
+
+
+@pytest.mark.parametrize("phase", ["begin", "prefill", "decode"])
+def test_a_client_goes_away_while_a_program_does_not_answer(
+    cluster: Cluster, oracle: Oracle, phase: str
+) -> None:
+    """BeginTurn, the prefill leg, decode's queue: whoever is asked stands still meanwhile."""
+    programs: dict[str, ManagedProcess] = {
+        "begin": cluster.control_plane,
+        "prefill": cluster.prefill,
+        "decode": cluster.decode,
+    }
+    talk = prepared(cluster, oracle, f"gone-{phase}", 60)
+    with ExitStack() as stack:
+        programs[phase].pause()
+        stack.callback(programs[phase].resume)
+        request = Request(cluster, talk, next_prompt(talk))
+        if phase == "begin":
+            wait_until(
+                lambda: (
+                    scrape(cluster.gateway.url).total("kvshuttle_gateway_requests_in_flight") == 1
+                ),
+                "the gateway waits for BeginTurn",
+            )
+        elif phase == "prefill":
+            wait_until(
+                lambda: any(
+                    x.direction == types_pb2.DIRECTION_RETURN
+                    for x in cluster.view.leases(talk.session)
+                ),
+                "the turn has begun",
+            )
+        else:
+            # Made when prefill has computed; decode hears of it when it goes on.
+            wait_until(
+                lambda: any(
+                    x.direction == types_pb2.DIRECTION_FORWARD and x.turn == 2
+                    for x in cluster.view.leases(talk.session)
+                ),
+                "prefill has computed",
+            )
+        gone_in(cluster, request, phase)
+    cluster.stack.wait_registered(cluster.control_plane.target, [PREFILL, DECODE])
+    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("direction", "reader", "phase"),
+    [
+        (types_pb2.DIRECTION_RETURN, PREFILL, "prefill"),
+        (types_pb2.DIRECTION_FORWARD, DECODE, "decode"),
+    ],
+)
+def test_a_client_goes_away_during_a_transfer(
+    cluster: Cluster, oracle: Oracle, direction: int, reader: str, phase: str
+) -> None:
+    talk = prepared(cluster, oracle, f"gone-transfer-{phase}", 61)
+    with cluster.faults(reader, delay_read_s=2.0):
+        request = Request(cluster, talk, next_prompt(talk))
+        wait_until(lambda: transferring(cluster, talk, direction), "a transfer is under way")
+        gone_in(cluster, request, phase)
+    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
+
+
+def test_a_client_goes_away_while_the_answer_streams(cluster: Cluster, oracle: Oracle) -> None:
+    talk = prepared(cluster, oracle, "gone-stream", 62)
+    request = Request(cluster, talk, next_prompt(talk))
+    request.lines(10)
+    gone_in(cluster, request, "stream")
+    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
+
+
+@pytest.mark.timeout(300)
+def test_a_session_that_never_comes_back_is_let_go_by_itself(
+    cluster: Cluster, oracle: Oracle
+) -> None:
+    """Its client says how long it expects to be idle, and then never comes: no EndSession."""
+    talk = Conversation("gone", seed=14)
+    turn(cluster, oracle, talk)
+    cluster.view.expect_idle(talk.session, 1.0)
+    replica = cluster.view.session(talk.session).replicas[0]
+    assert replica.num_tokens >= BLOCK
+    wait_until(lambda: cluster.held(DECODE) > 0, "decode holds the session's KV")
+    assert leaks(cluster.view, cluster.baseline), "what is held is not seen as held"
+    with pytest.raises(AssertionError, match="held blocks"):
+        assert_nothing_leaked(cluster.view, cluster.baseline, timeout_s=3, end_sessions=False)
+    assert_nothing_leaked(cluster.view, cluster.baseline, timeout_s=120, end_sessions=False)
+    # It may come back all the same; by then its KV is vLLM's to keep or to reuse.
+    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
