@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import Clock, destination_deadline
 from kvshuttle.dataplane.counters import Counters
+from kvshuttle.dataplane.eager import EagerSide
+from kvshuttle.dataplane.grants import Grant, leg_of_direction, parse_grant, say_stopped
 from kvshuttle.dataplane.holds import BlockStore, Hold, HoldKind, HoldTable
 from kvshuttle.dataplane.limits import (
     DEADLINE_MARGIN_NS,
@@ -15,32 +17,14 @@ from kvshuttle.dataplane.limits import (
     UNKNOWN_TURN_WAIT_NS,
 )
 from kvshuttle.dataplane.log import get_logger
-from kvshuttle.dataplane.matching import common_prefix, split_hashes
+from kvshuttle.dataplane.matching import common_prefix
 from kvshuttle.dataplane.outbox import Outbox
 from kvshuttle.dataplane.turns import LegKey, TurnBook, TurnLeg
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
-from kvshuttle.v1 import types_pb2
 
-__all__ = ["DestinationSide", "Grant", "Load", "Match"]
+__all__ = ["DestinationSide", "Load", "Match"]
 
 _log = get_logger("destination")
-
-
-@dataclass(eq=False)
-class Grant:
-    """The right to read, once."""
-
-    lease_id: str
-    version: int
-    token: str
-    leg: types_pb2.Leg.ValueType
-    source: tuple[str, int]
-    start: int
-    block_ids: list[int]
-    hashes: list[bytes]
-    deadline_ns: int
-    is_return: bool
-    request_id: str = ""
 
 
 @dataclass(eq=False)
@@ -82,6 +66,7 @@ class DestinationSide:
         outbox: Outbox,
         clock: Clock,
         block_size: int,
+        eager: EagerSide,
     ) -> None:
         self._store = store
         self._holds = holds
@@ -96,30 +81,22 @@ class DestinationSide:
         self._looked: dict[str, int] = {}
         self._matches: dict[str, Match] = {}
         self._why_not: dict[str, str] = {}
-        self._peers: dict[tuple[str, int], str] = {}
+        self._eager = eager
+        # Shared with the eager side.
+        self._peers = eager.peers
 
     # Commands.
 
     def grant(self, command: agent_pb2.Grant) -> None:
         """Keeps a grant for the request that carries its token, or gives it back at once."""
-        blocks = command.blocks
-        leg_number = (
-            types_pb2.LEG_PREFILL
-            if command.direction == types_pb2.DIRECTION_RETURN
-            else types_pb2.LEG_DECODE
-        )
-        leg = self._turns.find((command.turn_token, leg_number))
         if command.lease_id in self._grants:
             return
+        leg = self._turns.find((command.turn_token, leg_of_direction(command.direction)))
         if leg is None or leg.settled or leg.refused:
             self._say_stopped(command.lease_id, agent_pb2.TRANSFER_OUTCOME_UNUSED, "TURN_GONE_ON")
             return
         try:
-            hashes = split_hashes(blocks.hashes, blocks.hash_size)
-            if len(hashes) != len(blocks.block_ids):
-                raise ValueError(
-                    f"blocks: {len(blocks.block_ids)} ids and {len(hashes)} hashes do not pair"
-                )
+            grant = parse_grant(command)
         except ValueError as error:
             _log.error("grant_malformed", lease=command.lease_id, error=str(error))
             leg.refused = "GRANT_MALFORMED"
@@ -127,49 +104,42 @@ class DestinationSide:
                 command.lease_id, agent_pb2.TRANSFER_OUTCOME_FAILED, "GRANT_MALFORMED"
             )
             return
-        grant = Grant(
-            lease_id=command.lease_id,
-            version=command.version,
-            token=command.turn_token,
-            leg=leg_number,
-            source=(command.source.worker_id, command.source.incarnation),
-            start=blocks.range.start,
-            block_ids=list(blocks.block_ids),
-            hashes=hashes,
-            deadline_ns=destination_deadline(command.as_of, command.ttl.ToNanoseconds()),
-            is_return=command.direction == types_pb2.DIRECTION_RETURN,
-        )
         leg.lease_id = command.lease_id
         self._grants[grant.lease_id] = grant
         self._by_leg[grant.token, grant.leg] = grant
 
     def extend(self, command: agent_pb2.Extend) -> None:
         """Counts longer."""
+        deadline = destination_deadline(command.as_of, command.ttl.ToNanoseconds())
         grant = self._grants.get(command.lease_id)
-        if grant is None or command.version <= grant.version:
+        if grant is None:
+            if not self._eager.extend(command.lease_id, command.version, deadline):
+                return
+        elif command.version <= grant.version:
             return
-        grant.version = command.version
-        grant.deadline_ns = max(
-            grant.deadline_ns,
-            destination_deadline(command.as_of, command.ttl.ToNanoseconds()),
-        )
-        if grant.request_id:
-            self._out.order(m.ExtendRead(grant.request_id, grant.deadline_ns))
+        else:
+            grant.version = command.version
+            grant.deadline_ns = max(grant.deadline_ns, deadline)
+            if grant.request_id:
+                self._out.order(m.ExtendRead(grant.request_id, grant.deadline_ns))
         self._out.emit(
             agent_pb2.AgentEvent(
                 extended=agent_pb2.LeaseExtended(
-                    lease_id=grant.lease_id, version=command.version, is_source=False
+                    lease_id=command.lease_id, version=command.version, is_source=False
                 )
             )
         )
 
     def revoke(self, lease_id: str, reason: str, token: str = "") -> None:
         """Stops a lease: an unused one now, a running one as soon as NIXL lets go."""
+        self._turns.refuse_lease(lease_id, reason or "REVOKED")
         if token:
             self._turns.refuse(token, reason or "REVOKED")
         grant = self._grants.get(lease_id)
         if grant is not None and grant.request_id:
             self._out.order(m.Abandon(grant.request_id, reason or "REVOKED"))
+            return
+        if self._eager.revoke(lease_id, reason):
             return
         if grant is not None:
             self._drop(grant)
@@ -188,6 +158,7 @@ class DestinationSide:
     def peer_fenced(self, worker: tuple[str, int]) -> None:
         """A source's boot is attested dead."""
         self._peers.pop(worker, None)
+        self._eager.peer_fenced(worker)
         for grant in list(self._grants.values()):
             if grant.source == worker and not grant.request_id:
                 self.revoke(grant.lease_id, "PEER_FENCED", grant.token)
@@ -221,12 +192,15 @@ class DestinationSide:
         # The last token is always computed: its logits are what the request is for.
         usable = min(len(hashes), (num_tokens - 1) // self._block_size)
         start = num_computed // self._block_size
-        most = (usable - start) * self._block_size
+        most = (min(usable, leg.replica_blocks or usable) - start) * self._block_size
         if leg.hopes and most < max(leg.min_tokens, 1):
             # Whatever is granted, it would not be used: a short prompt must not wait for it.
             return self._no(request_id, "TOO_FEW_TOKENS" if most > 0 else "LOCAL_HIT")
         grant = self._by_leg.get(key)
         if grant is None:
+            if self._eager.has_ended(leg.lease_id):
+                # What it brought is in the engine's own cache, and counted there.
+                return self._no(request_id, "LOCAL_HIT")
             if leg.refused:
                 return self._no(request_id, leg.refused)
             if not leg.hopes:
@@ -389,12 +363,12 @@ class DestinationSide:
     @property
     def open_grants(self) -> list[Grant]:
         """Grants that are unused or in use."""
-        return list(self._grants.values())
+        return [*self._grants.values(), *self._eager.open_grants]
 
     @property
     def grant_count(self) -> int:
         """Number of grants that are unused or in use; any thread."""
-        return len(self._grants)
+        return len(self._grants) + len(self._eager.open_grants)
 
     # Inside.
 
@@ -426,11 +400,7 @@ class DestinationSide:
     def _say_stopped(
         self, lease_id: str, outcome: agent_pb2.TransferOutcome.ValueType, reason: str
     ) -> None:
-        self._out.emit(
-            agent_pb2.AgentEvent(
-                stopped=agent_pb2.LeaseStopped(lease_id=lease_id, outcome=outcome, reason=reason)
-            )
-        )
+        say_stopped(self._out, lease_id, outcome, reason)
 
 
 _NO_FALLBACK = frozenset({"", "LOCAL_HIT", "TOO_FEW_TOKENS", "REQUEST_ENDED"})

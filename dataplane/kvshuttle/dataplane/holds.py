@@ -10,7 +10,7 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -25,6 +25,16 @@ class BlockStore(Protocol):
 
     def free(self, block_ids: Sequence[int]) -> None:
         """Takes one reference from each block; the last ones of the sequence are reused first."""
+
+    def free_watched(self, block_ids: Sequence[int], on_reuse: Callable[[int], None]) -> None:
+        """Like `free`; `on_reuse` hears of each block that is handed out again, in the midst of
+        that, so it must only take a note. A block has one watcher."""
+
+    def allocate(self, count: int) -> list[int]:
+        """Free blocks, one reference each, whatever they had cached gone. At most `free_blocks`."""
+
+    def insert(self, block_hash: bytes, block_id: int, num_tokens: int) -> None:
+        """Enters a block into the prefix cache; `num_tokens` end with it, from the first one on."""
 
     def lookup(self, block_hash: bytes) -> int | None:
         """The block that the engine's prefix cache has under this hash, if any."""
@@ -73,8 +83,12 @@ class HoldTable:
 
     def take(self, kind: HoldKind, block_ids: Sequence[int]) -> Hold:
         """References the blocks, which must be referenced or cached at this moment."""
+        self._store.touch(block_ids)
+        return self.adopt(kind, block_ids)
+
+    def adopt(self, kind: HoldKind, block_ids: Sequence[int]) -> Hold:
+        """Makes a hold of references that the caller has, one a block."""
         hold = Hold(kind, tuple(block_ids), next(self._numbers))
-        self._store.touch(hold.block_ids)
         self._holds.add(hold)
         self._references.update(hold.block_ids)
         if kind is HoldKind.QUARANTINE:
@@ -88,8 +102,8 @@ class HoldTable:
         hold.kind = HoldKind.QUARANTINE
         self._quarantined.update(hold.block_ids)
 
-    def release(self, hold: Hold) -> None:
-        """Ends a hold; ending it again does nothing."""
+    def release(self, hold: Hold, on_reuse: Callable[[int], None] | None = None) -> None:
+        """Ends a hold; ending it again does nothing. `on_reuse`: see `BlockStore.free_watched`."""
         if hold.ended:
             return
         hold.ended = True
@@ -98,7 +112,10 @@ class HoldTable:
         if hold.kind is HoldKind.QUARANTINE:
             _subtract(self._quarantined, hold.block_ids)
         # Reversed by the store: the tail of a chain is worth least.
-        self._store.free(hold.block_ids)
+        if on_reuse is None:
+            self._store.free(hold.block_ids)
+        else:
+            self._store.free_watched(hold.block_ids, on_reuse)
 
     @property
     def count(self) -> int:

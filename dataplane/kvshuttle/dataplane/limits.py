@@ -8,6 +8,9 @@ __all__ = [
     "CONFIRM_TIMEOUT_NS",
     "CONNECT_LINGER_NS",
     "DEADLINE_MARGIN_NS",
+    "EAGER_FREE_SHARE",
+    "EAGER_PIECE_BLOCKS",
+    "EAGER_REMEMBERED",
     "MAX_EVENTS_A_MESSAGE",
     "MAX_MESSAGE_BYTES",
     "MAX_PENDING_EVENTS",
@@ -63,6 +66,18 @@ at the very most and a few MB as a rule."""
 
 QUARANTINE_SHARE = 0.10
 """Largest share of the pool in quarantines; beyond it no new landing zone is taken."""
+
+EAGER_FREE_SHARE = 0.10
+"""Share of the pool that eager returns leave free (in vLLM's sense: without a reference): room for
+the requests that come meanwhile, so that a guess about the next turn makes no present one wait."""
+
+EAGER_PIECE_BLOCKS = 64
+"""Blocks that one eager READ moves: some ms each, so that a turn which arrives in the midst finds
+most of its prefix landed, and long enough that asking the source after each piece costs little."""
+
+EAGER_REMEMBERED = 4_096
+"""Ended eager leases remembered, so that a request which was told to wait for one knows that it is
+over; a request comes within seconds of its turn's beginning."""
 
 MAX_PENDING_EVENTS = 100_000
 """Events kept for the control plane while its stream is down; the oldest go first. The next hello

@@ -15,6 +15,7 @@ __all__ = [
     "PeerRegion",
     "Read",
     "ReadEnded",
+    "ReadGivenUp",
     "ReaderDone",
     "Refuse",
     "Serve",
@@ -68,7 +69,12 @@ class Unserve(msgspec.Struct, tag=True, frozen=True):
 
 
 class Read(msgspec.Struct, tag=True, frozen=True):
-    """Read remote blocks into local ones for a request that waits for them."""
+    """Read remote blocks into local ones.
+
+    ``attended``: a request of vLLM's waits for them, ``request_id`` is its id, and vLLM is told how
+    it went. Otherwise ``request_id`` is any name, and vLLM is told nothing.
+    ``last``: no other read follows under this lease.
+    """
 
     request_id: str
     lease_id: str
@@ -78,6 +84,8 @@ class Read(msgspec.Struct, tag=True, frozen=True):
     remote_block_ids: list[int]
     deadline_ns: int
     is_return: bool
+    attended: bool = True
+    last: bool = True
 
 
 class ExtendRead(msgspec.Struct, tag=True, frozen=True):
@@ -129,6 +137,13 @@ class ReadEnded(msgspec.Struct, tag=True, frozen=True):
     transfer_ns: int
 
 
+class ReadGivenUp(msgspec.Struct, tag=True, frozen=True):
+    """An unattended read is given up, but NIXL has not let go: ReadEnded comes when it has."""
+
+    request_id: str
+    reason: str
+
+
 class ReaderDone(msgspec.Struct, tag=True, frozen=True):
     """The reader of a served lease has finished reading this rank."""
 
@@ -147,7 +162,7 @@ class MoverFailed(msgspec.Struct, tag=True, frozen=True):
     error: str
 
 
-FromMover = PeerReady | ReadEnded | ReaderDone | Unserved | MoverFailed
+FromMover = PeerReady | ReadEnded | ReadGivenUp | ReaderDone | Unserved | MoverFailed
 
 _encoder = msgspec.msgpack.Encoder()
 _to_mover = msgspec.msgpack.Decoder(ToMover)

@@ -43,7 +43,9 @@ __all__ = ["Mover", "MoverEndpoint"]
 
 _log = get_logger("mover")
 
-_DONE, _YES, _NO, _HELLO = b"done", b"yes", b"no", b"hello"
+# From the reader after a READ: done, I read no more; ask, I go on. Both are answered yes or no:
+# whether the source still held the range.
+_DONE, _ASK, _YES, _NO, _HELLO = b"done", b"ask", b"yes", b"no", b"hello"
 
 
 @dataclass(frozen=True)
@@ -289,13 +291,13 @@ class Mover:
                     peer,
                     order.local_block_ids,
                     order.remote_block_ids,
-                    b"|".join((_DONE, order.lease_id.encode())),
+                    b"|".join((_DONE if order.last else _ASK, order.lease_id.encode())),
                 )
             except TransportError as error:
                 _log.warning("read_refused", lease=order.lease_id, error=str(error))
                 reason = "TRANSFER_FAILED"
         if reason or peer is None:
-            self._report(order.request_id, failed=True)
+            self._tell_engine(order, failed=True)
             self._send(m.ReadEnded(order.request_id, order.lease_id, False, reason, 0, 0))
             return
         self._reads[order.request_id] = _ReadState(
@@ -347,7 +349,7 @@ class Mover:
         """The read is over, well or not: tell vLLM, let NIXL go, tell the scheduler side."""
         if not reason:
             state.faults.after_read(state.order, self._regions)
-        self._report(state.order.request_id, failed=bool(reason))
+        self._tell_engine(state.order, failed=bool(reason))
         if self._transport.release(state.handle):
             self._end(state, published=not reason, reason=reason)
         else:
@@ -358,8 +360,9 @@ class Mover:
         if state.given_up:
             return
         state.given_up = reason
-        self._report(state.order.request_id, failed=True)
-        self._try_to_let_go(state)
+        self._tell_engine(state.order, failed=True)
+        if not self._try_to_let_go(state) and not state.order.attended:
+            self._send(m.ReadGivenUp(state.order.request_id, reason))
 
     def _try_to_let_go(self, state: _ReadState) -> bool:
         """Ends a given-up read once NIXL says that it has completed or failed.
@@ -388,6 +391,10 @@ class Mover:
             )
         )
 
+    def _tell_engine(self, order: m.Read, *, failed: bool) -> None:
+        if order.attended:
+            self._report(order.request_id, failed=failed)
+
     def _report(self, request_id: str, *, failed: bool) -> None:
         with self._results.lock:
             self._results.finished.add(request_id)
@@ -401,7 +408,7 @@ class Mover:
         for peer, message in received:
             kind, _, rest = message.partition(b"|")
             lease_id = rest.decode(errors="replace")
-            if kind == _DONE:
+            if kind in (_DONE, _ASK):
                 # The lease leaves this table before the scheduler side frees its blocks, so a yes
                 # proves that they were held after the read had completed.
                 deadline = self._serving.get(lease_id)
@@ -412,7 +419,7 @@ class Mover:
                     )
                 except TransportError as error:
                     _log.warning("answer_lost", lease=lease_id, error=str(error))
-                if held:
+                if held and kind == _DONE:
                     self._send(m.ReaderDone(lease_id))
                 # The answer needs a few more calls into NIXL to leave this process.
                 self._linger_until = max(self._linger_until, self._clock() + NS // 5)
@@ -430,4 +437,4 @@ class Mover:
         """No request may hang because this thread died."""
         for state in list(self._reads.values()):
             if not state.given_up:
-                self._report(state.order.request_id, failed=True)
+                self._tell_engine(state.order, failed=True)

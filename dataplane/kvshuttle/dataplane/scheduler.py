@@ -15,6 +15,7 @@ from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import Clock
 from kvshuttle.dataplane.counters import Counters
 from kvshuttle.dataplane.destination import DestinationSide
+from kvshuttle.dataplane.eager import EagerSide
 from kvshuttle.dataplane.holds import BlockStore, HoldTable
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.outbox import Outbox
@@ -104,8 +105,11 @@ class SchedulerAgent:
         self._turns = TurnBook()
         self.counters = Counters()
         self.source = SourceSide(store, self._holds, outbox, clock, block_size)
+        self.eager = EagerSide(
+            store, self._holds, self.source, self.counters, outbox, clock, block_size, peers={}
+        )
         self.destination = DestinationSide(
-            store, self._holds, self._turns, self.counters, outbox, clock, block_size
+            store, self._holds, self._turns, self.counters, outbox, clock, block_size, self.eager
         )
         self._inbox: deque[InboxItem] = deque()
         self._generation = 0
@@ -153,6 +157,7 @@ class SchedulerAgent:
 
     def drain(self) -> None:
         """Applies what waits in the inbox. One bad item must not stop the engine or the rest."""
+        self.source.settle_reused()
         while self._inbox:
             item = self._inbox.popleft()
             try:
@@ -223,7 +228,7 @@ class SchedulerAgent:
             entry = agent_pb2.AgentLease(
                 lease_id=grant.lease_id,
                 version=grant.version,
-                transferring=bool(grant.request_id),
+                transferring=bool(grant.request_id) or self.eager.in_flight(grant.lease_id),
             )
             entry.remaining.FromNanoseconds(max(0, grant.deadline_ns - now))
             leases.append(entry)
@@ -231,7 +236,10 @@ class SchedulerAgent:
 
     def make_room(self, wanted_free: int) -> None:
         """Lets replicas go until so many blocks are free, or no hard replica is left."""
-        self.source.make_room(min(wanted_free, self._store.total_blocks))
+        wanted_free = min(wanted_free, self._store.total_blocks)
+        if self._store.free_blocks < wanted_free:
+            self.eager.yield_room()
+            self.source.make_room(wanted_free)
 
     def reset(self) -> None:
         """The engine's cache is being reset: replicas go, leases keep their ranges."""
@@ -270,7 +278,10 @@ class SchedulerAgent:
                 self.source.expire(now)
                 self.destination.expire(now)
             case m.ReadEnded():
-                self.destination.read_ended(item)
+                if not self.eager.read_ended(item):
+                    self.destination.read_ended(item)
+            case m.ReadGivenUp():
+                self.eager.given_up(item)
             case m.ReaderDone():
                 self.source.reader_done(item.lease_id)
             case m.Unserved():
@@ -293,10 +304,12 @@ class SchedulerAgent:
             case "harden":
                 self.source.harden(command.harden)
             case "grant":
-                self.destination.grant(command.grant)
+                side = self.eager if command.grant.eager else self.destination
+                side.grant(command.grant)
             case "extend":
-                side = self.source if command.extend.is_source else self.destination
-                side.extend(command.extend)
+                (self.source if command.extend.is_source else self.destination).extend(
+                    command.extend
+                )
             case "revoke":
                 revoke = command.revoke
                 self.destination.revoke(revoke.lease_id, revoke.reason, revoke.turn_token)
@@ -342,6 +355,7 @@ class SchedulerAgent:
                 lookup_wait_ns=expect.lookup_wait.ToNanoseconds(),
                 retention_ns=expect.retention.ToNanoseconds(),
                 min_tokens=expect.min_tokens,
+                replica_blocks=expect.replica_blocks,
             )
         )
 

@@ -31,13 +31,19 @@ ReplicaKey = tuple[str, str, bytes]
 
 @dataclass(eq=False)
 class Replica:
-    """A copy of ``chain[0:len(hashes))`` in this engine. Soft when ``hold`` is None."""
+    """A copy of ``chain[0:available)`` in this engine, found under its whole chain's head. Soft
+    when ``hold`` is None; only then can it get shorter."""
 
     tenant: str
     session_id: str
     hashes: tuple[bytes, ...]
     hold: Hold | None
     expires_ns: int
+    available: int = -1
+
+    def __post_init__(self) -> None:
+        if self.available < 0:
+            self.available = len(self.hashes)
 
     @property
     def key(self) -> ReplicaKey:
@@ -78,6 +84,10 @@ class SourceSide:
         self._block_size = block_size
         self._replicas: OrderedDict[ReplicaKey, Replica] = OrderedDict()
         self._leases: dict[str, SourceLease] = {}
+        # Soft replicas by the blocks that they count on, with the block's place in the chain; and
+        # blocks that vLLM has handed out since the last look.
+        self._owners: dict[int, list[tuple[Replica, int]]] = {}
+        self._reused: list[int] = []
         self.drift_ppm = 200
         self.draining = False
 
@@ -103,6 +113,49 @@ class SourceSide:
         self._out.emit(agent_pb2.AgentEvent(offered=self._describe(replica, leg.token, leg.leg)))
         self._bound_soft()
         return replica
+
+    def offer_cached(self, tenant: str, session_id: str, hashes: Sequence[bytes]) -> None:
+        """Makes a soft replica of as much of a chain as the engine has cached, and tells."""
+        block_ids: list[int] = []
+        for block_hash in hashes:
+            block_id = self._store.lookup(block_hash)
+            if block_id is None:
+                break
+            block_ids.append(block_id)
+        if not block_ids:
+            return
+        chain = tuple(hashes[: len(block_ids)])
+        for old in self._of_session(tenant, session_id):
+            if old.hold is None and chain[: len(old.hashes)] == old.hashes:
+                self._forget(old, "SUPERSEDED", tell=old.hashes != chain)
+        replica = Replica(tenant, session_id, chain, None, 0)
+        if replica.key in self._replicas:
+            return  # it is held hard already
+        self._replicas[replica.key] = replica
+        self._watch(replica, self._holds.take(HoldKind.REPLICA, block_ids))
+        self._out.emit(
+            agent_pb2.AgentEvent(offered=self._describe(replica, "", types_pb2.LEG_UNSPECIFIED))
+        )
+        self._bound_soft()
+
+    def settle_reused(self) -> None:
+        """Shortens the soft replicas whose blocks vLLM has handed out, and tells."""
+        if not self._reused:
+            return
+        reused, self._reused = self._reused, []
+        shorter: dict[int, Replica] = {}
+        for block_id in reused:
+            for replica, index in self._owners.pop(block_id, ()):
+                if index < replica.available and replica.hold is None:
+                    replica.available = index
+                    shorter[id(replica)] = replica
+        for replica in shorter.values():
+            if self._replicas.get(replica.key) is not replica:
+                continue
+            if replica.available:
+                self._tell(replica, session_pb2.REPLICA_STATE_SOFT, "REUSED")
+            else:
+                self._forget(replica, "REUSED")
 
     def release(self, tenant: str, session_id: str, head_hash: bytes) -> None:
         """Obeys ReleaseReplica; leases keep their own holds."""
@@ -320,13 +373,27 @@ class SourceSide:
             # Without a prefix cache nothing finds the blocks again.
             self._forget(replica, reason)
             return
-        self._holds.release(replica.hold)
-        replica.hold = None
+        hold, replica.hold = replica.hold, None
+        self._watch(replica, hold)
         self._tell(replica, session_pb2.REPLICA_STATE_SOFT, reason)
         self._bound_soft()
 
+    def _watch(self, replica: Replica, hold: Hold) -> None:
+        """Gives up a hold, but wants to hear when its blocks are reused."""
+        for index, block_id in enumerate(hold.block_ids):
+            others = self._owners.get(block_id, ())
+            # Those that are gone, or too short to count on it, are dropped on the way.
+            still = [(other, i) for other, i in others if i < other.available]
+            self._owners[block_id] = [*still, (replica, index)]
+        self._holds.release(hold, self._note_reused)
+
+    def _note_reused(self, block_id: int) -> None:
+        # vLLM is in the midst of handing out blocks: only a note is taken.
+        self._reused.append(block_id)
+
     def _forget(self, replica: Replica, reason: str, *, tell: bool = True) -> None:
         self._replicas.pop(replica.key, None)
+        replica.available = 0
         if replica.hold is not None:
             self._holds.release(replica.hold)
             replica.hold = None
@@ -348,7 +415,7 @@ class SourceSide:
                     session_id=replica.session_id,
                     head_hash=replica.hashes[-1],
                     state=state,
-                    num_blocks=len(replica.hashes),
+                    num_blocks=replica.available,
                     reason=reason,
                 )
             )
@@ -364,8 +431,8 @@ class SourceSide:
             tenant=replica.tenant,
             session_id=replica.session_id,
             head_hash=replica.hashes[-1],
-            num_blocks=len(replica.hashes),
-            num_tokens=len(replica.hashes) * self._block_size,
+            num_blocks=replica.available,
+            num_tokens=replica.available * self._block_size,
             state=session_pb2.REPLICA_STATE_HARD if hard else session_pb2.REPLICA_STATE_SOFT,
         )
         if hard:

@@ -49,6 +49,7 @@ class TurnLeg:
     lookup_wait_ns: int
     retention_ns: int
     min_tokens: int
+    replica_blocks: int = 0
     # Set when the lease that this leg waits for will not be granted.
     refused: str = ""
     # The request that reads under the lease: a lease is used once, other children recompute.
@@ -87,6 +88,12 @@ class TurnBook:
         for number in _LEGS.values():
             leg = self._legs.get((token, number))
             if leg is not None and leg.hopes:
+                leg.refused = reason
+
+    def refuse_lease(self, lease_id: str, reason: str) -> None:
+        """This lease will not come; legs that hope for it hope no more."""
+        for leg in self._legs.values():
+            if leg.lease_id == lease_id and leg.hopes:
                 leg.refused = reason
 
     def __len__(self) -> int:

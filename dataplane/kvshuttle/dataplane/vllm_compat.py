@@ -2,7 +2,8 @@
 
 The rest of the agent sees plain types only. What is used here, and why it may move with a version:
 
-* ``BlockPool``: ``touch``, ``free_blocks``, ``get_cached_block``, ``blocks``, the free count;
+* ``BlockPool``: ``touch``, ``free_blocks``, ``unpin_blocks``, ``get_new_blocks``,
+  ``get_cached_block``, ``_insert_block_hash``, ``blocks``, the free count;
 * ``EngineCoreProc.input_queue`` with ``EngineCoreRequestType.WAKEUP``: an idle engine blocks on it;
 * ``Request``: ``block_hashes``, ``num_computed_tokens``, ``num_in_flight_tokens``, status;
 * the resolved KV cache layout and the attention backends' names, for the fingerprint.
@@ -33,7 +34,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.platforms import current_platform
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
-from vllm.v1.core.kv_cache_utils import resolve_none_hash_seed
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    make_block_hash_with_group_id,
+    resolve_none_hash_seed,
+)
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
@@ -144,6 +149,25 @@ class Pool:
     def free(self, block_ids: Sequence[int]) -> None:
         """Takes one reference from each; the tail of the chain is reused first."""
         self._pool.free_blocks([self._pool.blocks[i] for i in reversed(block_ids)])
+
+    def free_watched(self, block_ids: Sequence[int], on_reuse: Callable[[int], None]) -> None:
+        """Like `free`; `on_reuse` hears of each block that is handed out again."""
+        self._pool.unpin_blocks(
+            [self._pool.blocks[i] for i in reversed(block_ids)],
+            lambda block: on_reuse(int(block.block_id)),
+        )
+
+    def allocate(self, count: int) -> list[int]:
+        """Free blocks, one reference each."""
+        return [int(block.block_id) for block in self._pool.get_new_blocks(count)]
+
+    def insert(self, block_hash: bytes, block_id: int, num_tokens: int) -> None:
+        """Enters a block into the prefix cache. Emits no KV event: those are made of requests."""
+        self._pool._insert_block_hash(
+            make_block_hash_with_group_id(BlockHash(block_hash), 0),
+            self._pool.blocks[block_id],
+            num_tokens=num_tokens,
+        )
 
     def lookup(self, block_hash: bytes) -> int | None:
         """The cached block with this hash."""

@@ -219,6 +219,69 @@ def test_a_stalled_read_is_given_up_and_its_blocks_stay_until_let_go(
         assert (ended["published"], ended["reason"]) == (False, "REVOKED")
 
 
+def unattended(source: Far, lease: str, number: int, *, last: bool) -> m.Read:
+    return m.Read(
+        f"{lease}#{number}",
+        lease,
+        *source.worker,
+        [50 + number],
+        [3 + number],
+        deadline(),
+        True,
+        attended=False,
+        last=last,
+    )
+
+
+def test_pieces_of_one_lease_leave_it_open_until_the_last(
+    source: Far, reader: Far, lease: str
+) -> None:
+    for block in (3, 4):
+        source.ask(fill=[block, block])
+    source.order(m.Serve(lease, deadline()))
+    for number in (0, 1):
+        reader.order(unattended(source, lease, number, last=number == 1))
+        ended = reader.event("ReadEnded")
+        while ended["lease_id"] != lease:
+            ended = reader.event("ReadEnded")
+        assert (ended["request_id"], ended["published"]) == (f"{lease}#{number}", True)
+        assert reader.ask(peek=50 + number) == [
+            (3 + number + layer) * BLOCK_BYTES for layer in range(LAYERS)
+        ]
+        if number == 0:
+            # Asked, answered yes, and nobody was told that the reader has finished.
+            while (event := source.ask(events=0.3)) is not None:
+                assert event[1]["lease_id"] != lease
+    done = source.event("ReaderDone")
+    assert done["lease_id"] == lease
+    # vLLM knows no such requests: naming one to it would end the engine.
+    assert reader.ask(results=True) == [[], []]
+
+
+def test_vllm_hears_nothing_of_an_unattended_read_that_fails(
+    source: Far, reader: Far, lease: str
+) -> None:
+    source.order(m.Serve(f"not-{lease}", deadline()))
+    reader.order(unattended(source, lease, 2, last=True))
+    ended = reader.event("ReadEnded")
+    while ended["lease_id"] != lease:
+        ended = reader.event("ReadEnded")
+    assert not ended["published"]
+    assert reader.ask(results=True) == [[], []]
+
+
+def test_an_unattended_read_that_stalls_is_said_to_be_given_up(source: Far, lease: str) -> None:
+    with reader_of(source, "stalled-2", {"fault_stall_reads": True}) as reader:
+        source.order(m.Serve(lease, deadline()))
+        reader.order(unattended(source, lease, 3, last=True))
+        reader.order(m.Abandon(f"{lease}#3", "REVOKED"))
+        assert reader.event("ReadGivenUp") == {"request_id": f"{lease}#3", "reason": "REVOKED"}
+        assert reader.ask(events=0.5) is None
+        reader.order(m.DropPeer(*source.worker))
+        assert reader.event("ReadEnded")["reason"] == "REVOKED"
+        assert reader.ask(results=True) == [[], []]
+
+
 def test_a_planted_corruption_changes_the_first_block_only(source: Far, lease: str) -> None:
     with reader_of(source, "corrupt", {"fault_corrupt_returned_block": True}) as reader:
         for block in (3, 4, 9):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from kvshuttle.dataplane import messages as m
@@ -19,6 +19,7 @@ class FakePool:
         self.caching = caching
         self.references: Counter[int] = Counter()
         self.cache: dict[bytes, int] = {}
+        self.watchers: dict[int, Callable[[int], None]] = {}
 
     def touch(self, block_ids: Sequence[int]) -> None:
         self.references.update(block_ids)
@@ -27,6 +28,33 @@ class FakePool:
         for block_id in block_ids:
             assert self.references[block_id] > 0, f"block {block_id} was not referenced"
             self.references[block_id] -= 1
+
+    def free_watched(self, block_ids: Sequence[int], on_reuse: Callable[[int], None]) -> None:
+        self.free(block_ids)
+        self.watchers.update(dict.fromkeys(block_ids, on_reuse))
+
+    def allocate(self, count: int) -> list[int]:
+        """Blocks that nothing has cached first, from the highest number down; then the others."""
+        cached = set(self.cache.values())
+        free = [i for i in range(self.total_blocks, 0, -1) if not self.references[i]]
+        chosen = sorted(free, key=lambda i: i in cached)[:count]
+        assert len(chosen) == count, "more blocks than are free"
+        for block_id in chosen:
+            self.reuse(block_id)
+        self.touch(chosen)
+        return chosen
+
+    def reuse(self, block_id: int) -> None:
+        """vLLM hands a block out: what it had cached is gone, and its watcher hears of it."""
+        assert not self.references[block_id], f"block {block_id} is referenced"
+        self.cache = {h: i for h, i in self.cache.items() if i != block_id}
+        watcher = self.watchers.pop(block_id, None)
+        if watcher is not None:
+            watcher(block_id)
+
+    def insert(self, block_hash: bytes, block_id: int, num_tokens: int) -> None:
+        assert self.references[block_id], f"block {block_id} is not referenced"
+        self.cache[block_hash] = block_id
 
     def lookup(self, block_hash: bytes) -> int | None:
         return self.cache.get(block_hash)

@@ -1052,6 +1052,7 @@ class ExpectTurn(_message.Message):
     LOOKUP_WAIT_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
+    REPLICA_BLOCKS_FIELD_NUMBER: _builtins.int
     turn_token: _builtins.str
     """Names the turn."""
     tenant: _builtins.str
@@ -1070,6 +1071,10 @@ class ExpectTurn(_message.Message):
     """A lease for this leg will be made once the other leg has computed."""
     min_tokens: _builtins.int
     """Load nothing for fewer missing tokens than this."""
+    replica_blocks: _builtins.int
+    """Blocks of the replica that could be returned: a request that finds nearly as many in its own
+    cache waits for nothing. 0: not known.
+    """
     @_builtins.property
     def lookup_wait(self) -> _duration_pb2.Duration:
         """Longest time for which a lookup may hold the request back."""
@@ -1091,10 +1096,11 @@ class ExpectTurn(_message.Message):
         lookup_wait: _duration_pb2.Duration | None = ...,
         retention: _duration_pb2.Duration | None = ...,
         min_tokens: _builtins.int = ...,
+        replica_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lookup_wait", b"lookup_wait", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_follows", b"lease_follows", "lease_id", b"lease_id", "leg", b"leg", "lookup_wait", b"lookup_wait", "min_tokens", b"min_tokens", "retention", b"retention", "session_id", b"session_id", "tenant", b"tenant", "turn", b"turn", "turn_token", b"turn_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_follows", b"lease_follows", "lease_id", b"lease_id", "leg", b"leg", "lookup_wait", b"lookup_wait", "min_tokens", b"min_tokens", "replica_blocks", b"replica_blocks", "retention", b"retention", "session_id", b"session_id", "tenant", b"tenant", "turn", b"turn", "turn_token", b"turn_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1204,6 +1210,9 @@ class Grant(_message.Message):
     BLOCKS_FIELD_NUMBER: _builtins.int
     TTL_FIELD_NUMBER: _builtins.int
     AS_OF_FIELD_NUMBER: _builtins.int
+    EAGER_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Which lease."""
     version: _builtins.int
@@ -1214,6 +1223,14 @@ class Grant(_message.Message):
     """Which way."""
     as_of: _builtins.int
     """The destination's own clock, from the newest heartbeat that had reached the control plane."""
+    eager: _builtins.bool
+    """No request waits for it: read what is missing into blocks of your own, enter them in the prefix
+    cache, and release them as ordinary cached blocks. `turn_token` is empty.
+    """
+    tenant: _builtins.str
+    """Whose session; set where `eager` is."""
+    session_id: _builtins.str
+    """Which session; set where `eager` is."""
     @_builtins.property
     def source(self) -> _types_pb2.WorkerRef:
         """Whose memory."""
@@ -1237,10 +1254,13 @@ class Grant(_message.Message):
         blocks: _types_pb2.BlockDescriptors | None = ...,
         ttl: _duration_pb2.Duration | None = ...,
         as_of: _builtins.int = ...,
+        eager: _builtins.bool = ...,
+        tenant: _builtins.str = ...,
+        session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "source", b"source", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "blocks", b"blocks", "direction", b"direction", "lease_id", b"lease_id", "source", b"source", "ttl", b"ttl", "turn_token", b"turn_token", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "blocks", b"blocks", "direction", b"direction", "eager", b"eager", "lease_id", b"lease_id", "session_id", b"session_id", "source", b"source", "tenant", b"tenant", "ttl", b"ttl", "turn_token", b"turn_token", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -1,0 +1,70 @@
+"""A grant as the reading side keeps it, and the word that ends it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvshuttle.dataplane.clock import destination_deadline
+from kvshuttle.dataplane.matching import split_hashes
+from kvshuttle.dataplane.outbox import Outbox
+from kvshuttle.v1 import agent_service_pb2 as agent_pb2
+from kvshuttle.v1 import types_pb2
+
+__all__ = ["Grant", "leg_of_direction", "parse_grant", "say_stopped"]
+
+
+@dataclass(eq=False)
+class Grant:
+    """The right to read, once."""
+
+    lease_id: str
+    version: int
+    token: str
+    leg: types_pb2.Leg.ValueType
+    source: tuple[str, int]
+    start: int
+    block_ids: list[int]
+    hashes: list[bytes]
+    deadline_ns: int
+    is_return: bool
+    request_id: str = ""
+
+
+def leg_of_direction(direction: types_pb2.Direction.ValueType) -> types_pb2.Leg.ValueType:
+    """The leg that reads: prefill what returns, decode what goes forward."""
+    if direction == types_pb2.DIRECTION_RETURN:
+        return types_pb2.LEG_PREFILL
+    return types_pb2.LEG_DECODE
+
+
+def parse_grant(command: agent_pb2.Grant) -> Grant:
+    """Raises ``ValueError`` where ids and hashes do not pair."""
+    blocks = command.blocks
+    hashes = split_hashes(blocks.hashes, blocks.hash_size)
+    if len(hashes) != len(blocks.block_ids):
+        raise ValueError(
+            f"blocks: {len(blocks.block_ids)} ids and {len(hashes)} hashes do not pair"
+        )
+    return Grant(
+        lease_id=command.lease_id,
+        version=command.version,
+        token=command.turn_token,
+        leg=leg_of_direction(command.direction),
+        source=(command.source.worker_id, command.source.incarnation),
+        start=blocks.range.start,
+        block_ids=list(blocks.block_ids),
+        hashes=hashes,
+        deadline_ns=destination_deadline(command.as_of, command.ttl.ToNanoseconds()),
+        is_return=command.direction == types_pb2.DIRECTION_RETURN,
+    )
+
+
+def say_stopped(
+    out: Outbox, lease_id: str, outcome: agent_pb2.TransferOutcome.ValueType, reason: str
+) -> None:
+    """Tells the control plane that nothing is read under this lease any more."""
+    out.emit(
+        agent_pb2.AgentEvent(
+            stopped=agent_pb2.LeaseStopped(lease_id=lease_id, outcome=outcome, reason=reason)
+        )
+    )
