@@ -1,0 +1,372 @@
+"""Reads under leases and answers readers, on one rank: everything that the mover decides.
+
+Nothing here waits or knows of threads and sockets: :mod:`kvshuttle.dataplane.mover` calls it from
+the thread that owns NIXL, and the simulation of the tests from virtual time. The rules:
+
+* nothing is posted after a lease's deadline less a margin;
+* what completed is published only if the clock, looked at *after* completion, is before the
+  deadline, and the source says that it still held then;
+* the landing blocks of a read that was given up are reported free only when NIXL has let go of it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvshuttle.dataplane import messages as m
+from kvshuttle.dataplane.clock import NS, Clock
+from kvshuttle.dataplane.faults import Faults
+from kvshuttle.dataplane.limits import (
+    CONFIRM_TIMEOUT_NS,
+    CONNECT_LINGER_NS,
+    DEADLINE_MARGIN_NS,
+    READ_STALL_NS,
+)
+from kvshuttle.dataplane.log import get_logger
+from kvshuttle.dataplane.transport import LocalRegion, ReadHandle, TransportError
+
+__all__ = ["Results", "Transfers", "Transport"]
+
+_log = get_logger("transfers")
+
+# From the reader after a READ: done, I read no more; ask, I go on. Both are answered yes or no:
+# whether the source still held the range.
+_DONE, _ASK, _YES, _NO, _HELLO = b"done", b"ask", b"yes", b"no", b"hello"
+
+
+class Transport(Protocol):
+    """What is used of :class:`kvshuttle.dataplane.transport.NixlTransport`; see there."""
+
+    def add_peer(self, agent_name: str, metadata: bytes, regions: list[m.PeerRegion]) -> None:
+        """Loads a peer and starts to connect."""
+
+    def drop_peer(self, agent_name: str) -> None:
+        """Forgets a peer."""
+
+    def post_read(
+        self, agent_name: str, local: Sequence[int], remote: Sequence[int], notice: bytes
+    ) -> ReadHandle:
+        """Posts a READ of whole blocks, with a notice to the peer at its completion."""
+
+    def state(self, handle: ReadHandle) -> str:
+        """``PROC``, ``DONE`` or ``ERR``."""
+
+    def bytes_moved(self, handle: ReadHandle) -> int:
+        """Bytes of a completed READ."""
+
+    def release(self, handle: ReadHandle) -> bool:
+        """Lets go of a READ; False: it may still write."""
+
+    def notify(self, agent_name: str, message: bytes) -> None:
+        """Sends a notice."""
+
+    def notices(self) -> list[tuple[str, bytes]]:
+        """New notices as (peer, message)."""
+
+
+class _Phase(enum.Enum):
+    POSTED = "posted"
+    CONFIRMING = "confirming"
+
+
+@dataclass(eq=False)
+class _ReadState:
+    order: m.Read
+    peer: str
+    handle: ReadHandle
+    posted_ns: int
+    deadline_ns: int
+    faults: Faults
+    phase: _Phase = _Phase.POSTED
+    completed_ns: int = 0
+    bytes_moved: int = 0
+    # The source's answer; it may come before this side has noticed that its READ is complete.
+    held: bool | None = None
+    # Reason for which vLLM was told that the load failed, while NIXL has not let go.
+    given_up: str = ""
+
+
+@dataclass
+class Results:
+    """What vLLM is told at its next step; filled by the mover's thread, taken by vLLM's."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    finished: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+
+    def add(self, request_id: str, *, failed: bool) -> None:
+        """A load has ended."""
+        with self.lock:
+            self.finished.add(request_id)
+            if failed:
+                self.failed.add(request_id)
+
+    def take(self) -> tuple[set[str], set[str]]:
+        """Requests whose load has ended since the last call, and those of them that failed."""
+        with self.lock:
+            finished, failed = self.finished, self.failed
+            self.finished, self.failed = set(), set()
+        return finished, failed
+
+
+class Transfers:
+    """One rank's reads and the leases that it serves. One thread calls it."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        regions: list[LocalRegion],
+        results: Results,
+        send: Callable[[m.FromMover], None],
+        faults: Faults,
+        clock: Clock,
+    ) -> None:
+        self._transport = transport
+        self._regions = regions
+        self._results = results
+        self._send = send
+        self._faults = faults
+        self._clock = clock
+        self._reads: dict[str, _ReadState] = {}
+        self._serving: dict[str, int] = {}
+        self._peers: dict[tuple[str, int], str] = {}
+        self._linger_until = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether NIXL has to be polled."""
+        return bool(self._reads or self._serving) or self._clock() < self._linger_until
+
+    @property
+    def waited_for(self) -> bool:
+        """Whether a request waits for one of the reads."""
+        return any(not state.given_up for state in self._reads.values())
+
+    def poll(self) -> bool:
+        """Moves everything on. True: something happened."""
+        now = self._clock()
+        moved = self._handle_notices()
+        for request_id in list(self._reads):
+            moved |= self._progress(self._reads[request_id], now)
+        for lease_id, deadline in list(self._serving.items()):
+            # The scheduler side closes the lease at the same deadline; this only bounds the
+            # polling should its message be late.
+            if now > deadline + NS:
+                del self._serving[lease_id]
+        return moved
+
+    def obey(self, message: m.ToMover) -> None:
+        """One order of the scheduler side."""
+        match message:
+            case m.Read():
+                self._start_read(message)
+            case m.Serve():
+                self._serving[message.lease_id] = message.deadline_ns
+            case m.Unserve():
+                self._serving.pop(message.lease_id, None)
+                self._send(m.Unserved(message.lease_id))
+            case m.Abandon():
+                state = self._reads.get(message.request_id)
+                if state is not None:
+                    self._give_up(state, message.reason)
+            case m.ExtendRead():
+                state = self._reads.get(message.request_id)
+                if state is not None:
+                    state.deadline_ns = max(state.deadline_ns, message.deadline_ns)
+            case m.Refuse():
+                self._report(message.request_id, failed=True)
+            case m.AddPeer():
+                self._add_peer(message)
+            case m.DropPeer():
+                self._drop_peer(message)
+
+    def fail_everything(self) -> None:
+        """No request may hang because this thread died."""
+        for state in list(self._reads.values()):
+            if not state.given_up:
+                self._tell_engine(state.order, failed=True)
+
+    # Peers.
+
+    def _add_peer(self, message: m.AddPeer) -> None:
+        error = ""
+        try:
+            self._transport.add_peer(message.agent_name, message.agent_metadata, message.regions)
+            self._transport.notify(message.agent_name, _HELLO)
+            self._peers[message.worker_id, message.incarnation] = message.agent_name
+            # Both ends have to call in for the connection to come up: do it now, in the
+            # background, so that the first transfer does not pay for it.
+            self._linger_until = self._clock() + CONNECT_LINGER_NS
+        except TransportError as failure:
+            error = str(failure)
+            _log.warning("peer_unreachable", worker=message.worker_id, error=error)
+        self._send(m.PeerReady(message.worker_id, message.incarnation, error))
+
+    def _drop_peer(self, message: m.DropPeer) -> None:
+        name = self._peers.pop((message.worker_id, message.incarnation), None)
+        if name is None:
+            return
+        for state in [s for s in self._reads.values() if s.peer == name]:
+            # Its process is attested dead, so nothing can write any more, whatever NIXL says.
+            self._give_up(state, "PEER_FENCED")
+            if state.order.request_id in self._reads:
+                self._transport.release(state.handle)
+                self._end(state, published=False, reason=state.given_up)
+        with contextlib.suppress(TransportError):
+            self._transport.drop_peer(name)
+
+    # Reading.
+
+    def _start_read(self, order: m.Read) -> None:
+        faults = self._faults.now()
+        faults.before_read(order)
+        now = self._clock()
+        reason = ""
+        peer = self._peers.get((order.worker_id, order.incarnation))
+        if peer is None:
+            reason = "PEER_UNKNOWN"
+        elif now > order.deadline_ns - DEADLINE_MARGIN_NS:
+            reason = "LEASE_EXPIRED"
+        else:
+            try:
+                handle = self._transport.post_read(
+                    peer,
+                    order.local_block_ids,
+                    order.remote_block_ids,
+                    b"|".join((_DONE if order.last else _ASK, order.lease_id.encode())),
+                )
+            except TransportError as error:
+                _log.warning("read_refused", lease=order.lease_id, error=str(error))
+                reason = "TRANSFER_FAILED"
+        if reason or peer is None:
+            self._tell_engine(order, failed=True)
+            self._send(m.ReadEnded(order.request_id, order.lease_id, False, reason, 0, 0))
+            return
+        self._reads[order.request_id] = _ReadState(
+            order, peer, handle, now, order.deadline_ns, faults
+        )
+
+    def _progress(self, state: _ReadState, now: int) -> bool:
+        """Moves one read on. True: something happened."""
+        if state.given_up:
+            return self._try_to_let_go(state)
+        if state.phase is _Phase.CONFIRMING:
+            if state.held is not None:
+                late = self._clock() > state.deadline_ns
+                self._finish(state, "LATE" if late else "" if state.held else "SOURCE_LET_GO")
+                return True
+            if now > min(state.deadline_ns, state.completed_ns + CONFIRM_TIMEOUT_NS):
+                self._finish(state, "SOURCE_SILENT")
+                return True
+            return False
+        status = self._transport.state(state.handle)
+        if state.faults.stall_reads:
+            status = "PROC"
+        if status == "DONE":
+            # After completion, not before: a process that was paused must see its own lateness.
+            state.completed_ns = self._clock()
+            state.bytes_moved = self._transport.bytes_moved(state.handle)
+            if state.completed_ns > state.deadline_ns:
+                self._finish(state, "LATE")
+                return True
+            state.phase = _Phase.CONFIRMING
+            return True
+        if status == "ERR":
+            self._finish(state, "TRANSFER_FAILED")
+            return True
+        if now > state.deadline_ns - DEADLINE_MARGIN_NS:
+            self._give_up(state, "LEASE_EXPIRED")
+            return True
+        if now > state.posted_ns + READ_STALL_NS:
+            self._give_up(state, "TRANSFER_STALLED")
+            return True
+        return False
+
+    def _answered(self, lease_id: str, peer: str, held: bool) -> None:
+        for state in self._reads.values():
+            if state.order.lease_id == lease_id and state.peer == peer:
+                state.held = held
+
+    def _finish(self, state: _ReadState, reason: str) -> None:
+        """The read is over, well or not: tell vLLM, let NIXL go, tell the scheduler side."""
+        if not reason:
+            state.faults.after_read(state.order, self._regions)
+        self._tell_engine(state.order, failed=bool(reason))
+        if self._transport.release(state.handle):
+            self._end(state, published=not reason, reason=reason)
+        else:
+            state.given_up = reason or "RELEASE_FAILED"
+
+    def _give_up(self, state: _ReadState, reason: str) -> None:
+        """The request recomputes now; the landing blocks wait until NIXL has let go."""
+        if state.given_up:
+            return
+        state.given_up = reason
+        self._tell_engine(state.order, failed=True)
+        if not self._try_to_let_go(state) and not state.order.attended:
+            self._send(m.ReadGivenUp(state.order.request_id, reason))
+
+    def _try_to_let_go(self, state: _ReadState) -> bool:
+        """Ends a given-up read once NIXL says that it has completed or failed.
+
+        Releasing the handle of a READ in flight asks NIXL to cancel it, which proves nothing: the
+        landing blocks stay in quarantine until it has ended, or its source is attested dead.
+        """
+        if state.faults.stall_reads or self._transport.state(state.handle) == "PROC":
+            return False
+        if not self._transport.release(state.handle):
+            return False
+        self._end(state, published=False, reason=state.given_up)
+        return True
+
+    def _end(self, state: _ReadState, *, published: bool, reason: str) -> None:
+        self._reads.pop(state.order.request_id, None)
+        elapsed = (state.completed_ns or self._clock()) - state.posted_ns
+        self._send(
+            m.ReadEnded(
+                state.order.request_id,
+                state.order.lease_id,
+                published,
+                reason,
+                state.bytes_moved,
+                elapsed,
+            )
+        )
+
+    def _tell_engine(self, order: m.Read, *, failed: bool) -> None:
+        if order.attended:
+            self._report(order.request_id, failed=failed)
+
+    def _report(self, request_id: str, *, failed: bool) -> None:
+        self._results.add(request_id, failed=failed)
+
+    # Serving.
+
+    def _handle_notices(self) -> bool:
+        received = self._transport.notices()
+        for peer, message in received:
+            kind, _, rest = message.partition(b"|")
+            lease_id = rest.decode(errors="replace")
+            if kind in (_DONE, _ASK):
+                # The lease leaves this table before the scheduler side frees its blocks, so a yes
+                # proves that they were held after the read had completed.
+                deadline = self._serving.get(lease_id)
+                held = deadline is not None and self._clock() <= deadline
+                try:
+                    self._transport.notify(
+                        peer, b"|".join((_YES if held else _NO, lease_id.encode()))
+                    )
+                except TransportError as error:
+                    _log.warning("answer_lost", lease=lease_id, error=str(error))
+                if held and kind == _DONE:
+                    self._send(m.ReaderDone(lease_id))
+                # The answer needs a few more calls into NIXL to leave this process.
+                self._linger_until = max(self._linger_until, self._clock() + NS // 5)
+            elif kind in (_YES, _NO):
+                self._answered(lease_id, peer, kind == _YES)
+        return bool(received)
