@@ -34,12 +34,15 @@ class Load:
     request_id: str
     grant: Grant
     hold: Hold
+    first: int
     blocks: int
     tokens: int
     looked_ns: int
     ranks_left: int
     published: bool = True
     orphaned: bool = False
+    # vLLM knows that it failed, and counts nothing of it as computed any more.
+    told_failed: bool = False
     reason: str = ""
     bytes_moved: int = 0
     transfer_ns: int = 0
@@ -255,6 +258,7 @@ class DestinationSide:
             request_id=request_id,
             grant=grant,
             hold=self._holds.take(HoldKind.LANDING, landing),
+            first=match.start,
             blocks=len(landing),
             tokens=num_tokens,
             looked_ns=looked,
@@ -283,6 +287,14 @@ class DestinationSide:
                 active=agent_pb2.LeaseActive(lease_id=grant.lease_id, blocks=len(landing))
             )
         )
+
+    def blocks_written(self, request_id: str) -> int | None:
+        """How many of a request's first blocks have their KV for certain; None: as many as vLLM
+        counts. vLLM counts the tokens of a load as computed from the moment it begins."""
+        load = self._loads.get(request_id)
+        if load is None or load.told_failed or (load.published and load.ranks_left == 0):
+            return None
+        return load.first
 
     def request_gone(self, request_id: str, key: LegKey) -> int:
         """The request has finished or was aborted. Returns the tokens that a load spared it."""
@@ -347,7 +359,10 @@ class DestinationSide:
     def load_failed(self, request_id: str) -> None:
         """vLLM was told that the load failed: what is in flight becomes a quarantine."""
         load = self._loads.get(request_id)
-        if load is not None and load.ranks_left:
+        if load is None:
+            return
+        load.told_failed = True
+        if load.ranks_left:
             self._holds.quarantine(load.hold)
 
     def expire(self, now: int) -> None:

@@ -23,6 +23,7 @@ import zmq
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS, boottime_ns
 from kvshuttle.dataplane.config import AgentConfig
+from kvshuttle.dataplane.conversation import Conversation
 from kvshuttle.dataplane.limits import (
     MAX_EVENTS_A_MESSAGE,
     MAX_MESSAGE_BYTES,
@@ -33,7 +34,6 @@ from kvshuttle.dataplane.limits import (
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.mover import MoverEndpoint
 from kvshuttle.dataplane.scheduler import (
-    CommandBatch,
     InboxItem,
     SchedulerAgent,
     StreamDown,
@@ -232,7 +232,7 @@ class ControlLink:
             channel = self._channel()
         except OSError as error:
             return False, f"tls files: {error}"
-        conversation = _Conversation(self._make_hello())
+        conversation = _Conversation(self._make_hello(), boottime_ns())
         with channel:
             call = agent_grpc.AgentServiceStub(channel).Connect(self._requests(conversation))
             conversation.call = call
@@ -251,32 +251,29 @@ class ControlLink:
                 conversation.over.set()
                 with self._changed:
                     self._changed.notify_all()
+        assert self._agent is not None
+        # Before the next hello is made: what it says of grants must not be overtaken by one that
+        # still queues, since the control plane lets the source go of what it does not find there.
+        self._agent.end_stream(conversation.life)
         if conversation.generation:
             self._post(StreamDown(conversation.generation))
         return conversation.generation > 0, why
 
     def _hear(self, conversation: _Conversation, response: agent_pb2.ConnectResponse) -> None:
-        conversation.heard_ns = boottime_ns()
-        if response.boot_id != conversation.hello.boot_id:
+        item = conversation.hear(response, boottime_ns())
+        if item is None:
             return
-        if response.HasField("welcome"):
-            welcome = response.welcome
-            self._post(StreamUp(response.stream_generation, response.epoch, welcome))
-            conversation.heartbeat_ns = max(welcome.heartbeat_interval.ToNanoseconds(), NS // 100)
-            conversation.silence_ns = welcome.silence_limit.ToNanoseconds()
-            conversation.generation = response.stream_generation
+        self._post(item)
+        if isinstance(item, StreamUp):
+            conversation.generation = item.generation
             _log.info(
                 "connected",
                 worker=self._config.worker_id,
-                incarnation=welcome.incarnation,
-                epoch=response.epoch,
+                incarnation=item.welcome.incarnation,
+                epoch=item.epoch,
             )
             with self._changed:
                 self._changed.notify_all()
-        elif response.HasField("commands") and response.commands.commands:
-            self._post(
-                CommandBatch(response.stream_generation, response.epoch, response.commands.commands)
-            )
 
     def _channel(self) -> grpc.Channel:
         config = self._config
@@ -320,27 +317,21 @@ class ControlLink:
             with self._changed:
                 if not self._pending:
                     self._changed.wait(max(0.0, (next_beat - boottime_ns()) / NS))
+                if conversation.over.is_set():
+                    return  # what is pending belongs to the next stream
                 while self._pending and len(batch) < MAX_EVENTS_A_MESSAGE:
                     batch.append(self._pending.popleft())
             if batch:
                 yield agent_pb2.ConnectRequest(events=agent_pb2.AgentEvents(events=batch))
 
 
-class _Conversation:
-    """The state of one stream."""
+class _Conversation(Conversation):
+    """A conversation with its call."""
 
-    def __init__(self, hello: agent_pb2.AgentHello) -> None:
-        self.hello = hello
+    def __init__(self, hello: agent_pb2.AgentHello, now: int) -> None:
+        super().__init__(hello, now)
         self.call: Any = None
         self.over = threading.Event()
-        self.generation = 0
-        self.heartbeat_ns = NS
-        self.silence_ns = 0
-        self.heard_ns = boottime_ns()
-
-    def silent(self, now: int) -> bool:
-        """Whether the control plane, which answers every heartbeat, has not been heard too long."""
-        return self.silence_ns > 0 and now - self.heard_ns > self.silence_ns + self.heartbeat_ns
 
     def cancel(self) -> None:
         """Ends the stream from this side."""

@@ -7,9 +7,10 @@ inbox that every hook empties first.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import Clock
@@ -25,9 +26,24 @@ from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import cluster_service_pb2 as cluster_pb2
 from kvshuttle.v1 import types_pb2
 
-__all__ = ["CommandBatch", "FinishedRequest", "SchedulerAgent", "StreamDown", "StreamUp", "Tick"]
+__all__ = [
+    "CommandBatch",
+    "FinishedRequest",
+    "SchedulerAgent",
+    "StreamDown",
+    "StreamLife",
+    "StreamUp",
+    "Tick",
+]
 
 _log = get_logger("scheduler")
+
+
+@dataclass(eq=False)
+class StreamLife:
+    """Whether what came on a stream still counts. Ends by :meth:`SchedulerAgent.end_stream`."""
+
+    open: bool = True
 
 
 @dataclass(frozen=True)
@@ -53,6 +69,7 @@ class CommandBatch:
     generation: int
     epoch: int
     commands: Sequence[agent_pb2.AgentCommand]
+    life: StreamLife = field(default_factory=StreamLife)
 
 
 @dataclass(frozen=True)
@@ -112,6 +129,7 @@ class SchedulerAgent:
             store, self._holds, self._turns, self.counters, outbox, clock, block_size, self.eager
         )
         self._inbox: deque[InboxItem] = deque()
+        self._obeying = threading.Lock()
         self._generation = 0
         self._highest_epoch = 0
         self._lineage = ""
@@ -123,6 +141,12 @@ class SchedulerAgent:
     def post(self, item: InboxItem) -> None:
         """Queues something for the scheduler thread; the caller wakes the engine."""
         self._inbox.append(item)
+
+    def end_stream(self, life: StreamLife) -> None:
+        """When it returns, no command of the stream is being obeyed, nor will be: what the next
+        hello says of leases stays true. The link's thread."""
+        with self._obeying:
+            life.open = False
 
     @property
     def highest_epoch(self) -> int:
@@ -191,6 +215,7 @@ class SchedulerAgent:
     def finished(self, key: LegKey, request: FinishedRequest) -> None:
         """A request of a turn has ended: hold and offer what it leaves."""
         self.drain()
+        written = self.destination.blocks_written(request.request_id)
         loaded = self.destination.request_gone(request.request_id, key)
         times = self._times.pop(request.request_id, None)
         leg = self._turns.find(key)
@@ -201,7 +226,7 @@ class SchedulerAgent:
         # A prefill that was aborted leaves nothing that anybody waits for.
         if request.aborted and leg.leg == types_pb2.LEG_PREFILL:
             return
-        self.source.offer(leg, request.hashes, request.block_ids)
+        self.source.offer(leg, request.hashes[:written], request.block_ids[:written])
 
     def load_failed(self, request_ids: Sequence[str]) -> None:
         """vLLM was told that these loads failed."""
@@ -256,14 +281,8 @@ class SchedulerAgent:
     def _apply(self, item: InboxItem) -> None:
         match item:
             case CommandBatch():
-                # What a closed stream or an older term had queued is not obeyed any more.
-                if item.generation != self._generation or item.epoch < self._highest_epoch:
-                    _log.warning(
-                        "stale_commands_dropped", count=len(item.commands), epoch=item.epoch
-                    )
-                    return
-                for command in item.commands:
-                    self._obey(command)
+                with self._obeying:
+                    self._obey_batch(item)
             case StreamUp():
                 self._generation = item.generation
                 self._highest_epoch = max(self._highest_epoch, item.epoch)
@@ -291,6 +310,15 @@ class SchedulerAgent:
             case m.MoverFailed():
                 _log.error("mover_failed", error=item.error)
                 self.counters.fallback("MOVER_FAILED")
+
+    def _obey_batch(self, batch: CommandBatch) -> None:
+        # What a closed stream or an older term had queued is not obeyed any more.
+        current = batch.generation == self._generation and batch.life.open
+        if not current or batch.epoch < self._highest_epoch:
+            _log.warning("stale_commands_dropped", count=len(batch.commands), epoch=batch.epoch)
+            return
+        for command in batch.commands:
+            self._obey(command)
 
     def _obey(self, command: agent_pb2.AgentCommand) -> None:
         match command.WhichOneof("command"):

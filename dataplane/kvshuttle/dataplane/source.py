@@ -194,8 +194,10 @@ class SourceSide:
             self._forget(replica, reason)
 
     def inventory(self) -> list[agent_pb2.ReplicaOffered]:
-        """Every replica, for a hello."""
-        return [self._describe(r, "", types_pb2.LEG_UNSPECIFIED) for r in self._replicas.values()]
+        """Every replica, for a hello; any thread."""
+        # A copy first: the link's thread calls this while the scheduler's changes the table.
+        replicas = list(self._replicas.values())
+        return [self._describe(r, "", types_pb2.LEG_UNSPECIFIED) for r in replicas]
 
     # Leases.
 

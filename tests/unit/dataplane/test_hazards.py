@@ -1,0 +1,121 @@
+"""Ways to serve wrong KV or to use a stale grant: each as it was, in few steps."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvshuttle.dataplane import messages as m
+from kvshuttle.dataplane.conversation import Conversation
+from kvshuttle.dataplane.scheduler import CommandBatch, FinishedRequest, StreamDown
+from kvshuttle.v1 import agent_service_pb2 as agent_pb2
+from kvshuttle.v1 import types_pb2
+from tests.unit.dataplane.test_scheduler_side import BLOCK, DECODE, PREFILL, Bench, chain
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def forward_load(bench: Bench, blocks: int = 4) -> None:
+    """A decode leg of five blocks has one of its own and waits for the next ones."""
+    bench.expect(DECODE, "l1")
+    grant = agent_pb2.Grant(
+        lease_id="l1",
+        version=2,
+        turn_token="t",
+        direction=types_pb2.DIRECTION_FORWARD,
+        source=types_pb2.WorkerRef(worker_id="other", incarnation=1),
+        blocks=types_pb2.BlockDescriptors(
+            range=types_pb2.BlockRange(start=0, end=blocks),
+            block_ids=range(500, 500 + blocks),
+            hashes=b"".join(chain(blocks)),
+            hash_size=32,
+        ),
+        as_of=bench.clock(),
+    )
+    grant.ttl.FromSeconds(30)
+    bench.obey(grant=grant)
+    key = ("t", DECODE)
+    assert bench.agent.look("r", key, chain(5), 165, BLOCK) == (blocks - 1) * BLOCK
+    bench.agent.allocated("r", key, range(20, 26), (blocks - 1) * BLOCK)
+
+
+def leave(bench: Bench, *, aborted: bool) -> list[agent_pb2.ReplicaOffered]:
+    """The request ends; vLLM counts the load's tokens as computed since it began."""
+    request = FinishedRequest("r", chain(4), (20, 21, 22, 23), 165, aborted)
+    bench.agent.finished(("t", DECODE), request)
+    return bench.out.take("offered")
+
+
+def test_a_request_aborted_during_its_load_offers_only_what_it_had_before(bench: Bench) -> None:
+    forward_load(bench)
+    (offered,) = leave(bench, aborted=True)
+    assert offered.num_blocks == 1
+
+
+def test_a_failed_load_that_vllm_has_not_heard_of_is_not_offered(bench: Bench) -> None:
+    forward_load(bench)
+    bench.agent.post(m.ReadEnded("r", "l1", False, "TRANSFER_FAILED", 0, 0))
+    (offered,) = leave(bench, aborted=True)
+    assert offered.num_blocks == 1
+
+
+def test_a_failed_load_that_was_computed_instead_is_offered(bench: Bench) -> None:
+    forward_load(bench)
+    bench.agent.post(m.ReadEnded("r", "l1", False, "TRANSFER_FAILED", 0, 0))
+    bench.agent.load_failed(["r"])
+    (offered,) = leave(bench, aborted=False)
+    assert offered.num_blocks == 4
+
+
+def test_a_published_load_is_offered(bench: Bench) -> None:
+    forward_load(bench)
+    bench.agent.post(m.ReadEnded("r", "l1", True, "", 1000, 5))
+    (offered,) = leave(bench, aborted=True)
+    assert offered.num_blocks == 4
+
+
+def test_a_grant_that_queues_while_its_stream_is_replaced_is_not_obeyed(bench: Bench) -> None:
+    """A slow engine step: the grant is in the inbox, the stream breaks, and the next hello says
+    that there is no such grant; then the control plane lets the source go."""
+    hello = agent_pb2.AgentHello(boot_id="b")
+    conversation = Conversation(hello, bench.clock())
+    bench.expect(PREFILL, "l1")
+    grant = agent_pb2.Grant(
+        lease_id="l1",
+        turn_token="t",
+        direction=types_pb2.DIRECTION_RETURN,
+        source=types_pb2.WorkerRef(worker_id="other", incarnation=1),
+        blocks=types_pb2.BlockDescriptors(
+            range=types_pb2.BlockRange(end=4),
+            block_ids=range(4),
+            hashes=b"".join(chain(4)),
+            hash_size=32,
+        ),
+        as_of=bench.clock(),
+    )
+    grant.ttl.FromSeconds(30)
+    batch = conversation.hear(
+        agent_pb2.ConnectResponse(
+            epoch=5,
+            boot_id="b",
+            stream_generation=1,
+            commands=agent_pb2.AgentCommands(commands=[agent_pb2.AgentCommand(grant=grant)]),
+        ),
+        bench.clock(),
+    )
+    assert isinstance(batch, CommandBatch)
+    bench.agent.post(batch)
+    bench.agent.end_stream(conversation.life)
+    bench.agent.post(StreamDown(1))
+    assert bench.agent.lease_inventory() == []  # the next hello
+    bench.agent.drain()
+    assert bench.agent.lease_inventory() == []
+
+
+def test_a_message_for_another_boot_is_not_heard() -> None:
+    conversation = Conversation(agent_pb2.AgentHello(boot_id="b"), 0)
+    commands = agent_pb2.AgentCommands(commands=[agent_pb2.AgentCommand()])
+    response = agent_pb2.ConnectResponse(boot_id="a", epoch=1, commands=commands)
+    assert conversation.hear(response, 0) is None
