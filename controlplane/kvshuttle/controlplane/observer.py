@@ -9,6 +9,7 @@ import structlog
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from kvshuttle.controlplane.model.admission import quarantine_full
 from kvshuttle.controlplane.model.session import Usage
 from kvshuttle.controlplane.model.terms import LeaseState, TransferStats, WorkerState
 
@@ -24,7 +25,9 @@ __all__ = ["Metrics", "MetricsServer"]
 
 log = structlog.get_logger("kvshuttle.controlplane")
 
-QUIET = frozenset({"leg_computed", "replica_changed", "turn_begun", "turn_ended", "lease_made"})
+QUIET = frozenset(
+    {"leg_computed", "replica_changed", "turn_begun", "turn_ended", "lease_made", "lease_denied"}
+)
 """Facts of every turn: at level debug, so that a busy control plane's log stays readable."""
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
@@ -96,6 +99,12 @@ class Metrics:
             ["direction", "state", "reason"],
             registry=r,
         )
+        self.denied = Counter(
+            "kvshuttle_leases_denied",
+            "Leases that were not made, so that a turn recomputes, by reason",
+            ["direction", "reason"],
+            registry=r,
+        )
         self.refused = Counter(
             "kvshuttle_rpc_errors", "Calls that failed", ["method", "reason"], registry=r
         )
@@ -132,6 +141,8 @@ class Metrics:
                     }
             case "lease_granted":
                 self.grant.labels(v["direction"]).observe(_number(v["wait_ns"]) / 1e9)
+            case "lease_denied":
+                self.denied.labels(v["direction"], v["reason"]).inc()
             case "lease_ended":
                 self.leases_ended.labels(v["direction"], v["state"], _word(v["reason"])).inc()
             case "transfer":
@@ -207,6 +218,14 @@ class _Now:
             "kvshuttle_pool_blocks", "Blocks of a worker's pool", labels=["worker_id", "kind"]
         )
         holds = GaugeMetricFamily("kvshuttle_holds", "Holds on blocks", labels=["worker_id"])
+        leased = GaugeMetricFamily(
+            "kvshuttle_leased_blocks", "Blocks of a worker that leases hold", labels=["worker_id"]
+        )
+        quarantine = GaugeMetricFamily(
+            "kvshuttle_quarantine_full",
+            "1 where so much is in quarantine that nothing is granted to the worker: alert on it",
+            labels=["worker_id"],
+        )
         rate = GaugeMetricFamily(
             "kvshuttle_prefill_tokens_per_second", "Learned", labels=["worker_id"]
         )
@@ -223,6 +242,9 @@ class _Now:
             for kind in ("total", "free", "held", "quarantined"):
                 pool.add_metric([name, kind], getattr(worker.pool, f"{kind}_blocks"))
             holds.add_metric([name], worker.pool.holds)
+            held = state.ledger.leased.get(worker.ref)
+            leased.add_metric([name], held.blocks.total if held is not None else 0)
+            quarantine.add_metric([name], quarantine_full(self._registry.limits, worker))
             rate.add_metric([name], self._registry.planner.prefill_rate(name))
             for reason, value in worker.counters.fallbacks:
                 fallbacks.add_metric([name, reason], value)
@@ -235,6 +257,8 @@ class _Now:
             replicas,
             pool,
             holds,
+            leased,
+            quarantine,
             rate,
             fallbacks,
         ]

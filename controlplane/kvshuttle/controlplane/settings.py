@@ -7,10 +7,11 @@ import os
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
+    CliSuppress,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     TomlConfigSettingsSource,
@@ -18,7 +19,7 @@ from pydantic_settings import (
 )
 
 from kvshuttle.controlplane.auth import is_loopback
-from kvshuttle.controlplane.model.limits import SECOND, Limits
+from kvshuttle.controlplane.model.limits import SECOND, Limits, TenantLimits
 
 __all__ = ["Settings", "SettingsError", "load"]
 
@@ -28,6 +29,17 @@ _D = Limits()
 
 class SettingsError(Exception):
     """Settings that cannot work; the message says which and what to do."""
+
+
+class TenantSettings(BaseModel):
+    """Limits of one tenant, where they differ from everybody's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    sessions: int | None = Field(None, ge=0)
+    running_turns: int | None = Field(None, ge=0)
+    leased_share: float | None = Field(None, ge=0, le=1)
+    held_share: float | None = Field(None, ge=0, le=1)
 
 
 class Settings(BaseSettings):
@@ -139,6 +151,52 @@ class Settings(BaseSettings):
         description="Seconds after which a turn that nobody ended is abandoned",
     )
 
+    leased_share: float = Field(
+        _D.leased_share_worker,
+        ge=0,
+        le=1,
+        description="Share of a worker's blocks that leases may hold; 0: no limit",
+    )
+    tenant_leased_share: float = Field(
+        _D.leased_share_tenant,
+        ge=0,
+        le=1,
+        description="The same for the leases of one tenant; 0: no limit",
+    )
+    tenant_held_share: float = Field(
+        _D.held_share_tenant,
+        ge=0,
+        le=1,
+        description="Share of a worker's blocks that one tenant's replicas may hold; 0: no limit",
+    )
+    free_share_min: float = Field(
+        _D.free_share_min,
+        ge=0,
+        lt=1,
+        description="With less of its pool free than this share, a worker is asked to hold nothing",
+    )
+    quarantine_share: float = Field(
+        _D.quarantine_share,
+        ge=0,
+        le=1,
+        description="Share of its pool in quarantine beyond which a worker is granted no reads",
+    )
+    worker_turns: int = Field(
+        _D.turns_per_worker, ge=1, description="Turns that run on one worker at once, at most"
+    )
+    tenant_turns: int = Field(
+        _D.turns_per_tenant, ge=0, description="Turns that one tenant runs at once, at most"
+    )
+    sessions: int = Field(_D.sessions_max, ge=1, description="Sessions at once, at most")
+    tenant_sessions: int = Field(
+        _D.sessions_per_tenant, ge=0, description="Sessions of one tenant at once, at most"
+    )
+    tenants: CliSuppress[dict[str, TenantSettings]] = Field(
+        default_factory=dict,
+        description="Limits of single tenants, by name: sessions, running_turns, leased_share, "
+        "held_share (in the file only)",
+    )
+
     _file: ClassVar[Path | None] = None
     _argv: ClassVar[list[str]] = []
 
@@ -213,6 +271,18 @@ class Settings(BaseSettings):
             lookup_wait_ns=int(self.lookup_wait_ms * 1e6),
             min_tokens=self.min_tokens,
             turn_timeout_ns=ns(self.turn_timeout),
+            leased_share_worker=self.leased_share,
+            leased_share_tenant=self.tenant_leased_share,
+            held_share_tenant=self.tenant_held_share,
+            free_share_min=self.free_share_min,
+            quarantine_share=self.quarantine_share,
+            turns_per_worker=self.worker_turns,
+            turns_per_tenant=self.tenant_turns,
+            sessions_max=self.sessions,
+            sessions_per_tenant=self.tenant_sessions,
+            tenants={
+                name: TenantLimits(**limits.model_dump()) for name, limits in self.tenants.items()
+            },
         )
 
     @classmethod

@@ -146,6 +146,8 @@ class DestinationSide:
             return
         if grant is not None:
             self._drop(grant)
+        if not lease_id:
+            return  # there is no lease, and the turn's leg knows it now
         self._say_stopped(lease_id, agent_pb2.TRANSFER_OUTCOME_REVOKED, reason or "REVOKED")
 
     def forget_turn(self, leg: TurnLeg) -> None:

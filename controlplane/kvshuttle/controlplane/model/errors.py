@@ -7,6 +7,7 @@ from __future__ import annotations
 
 __all__ = [
     "BootConflictError",
+    "BudgetExceededError",
     "DomainError",
     "FingerprintMismatchError",
     "IllegalTransitionError",
@@ -127,3 +128,12 @@ class WatchCompactedError(DomainError):
     """A watch cannot be resumed from so long ago."""
 
     reason = "WATCH_COMPACTED"
+
+
+class BudgetExceededError(DomainError):
+    """The caller, its tenant or a worker has as much as it may. `retry_ns`: when to try again."""
+
+    def __init__(self, reason: str, message: str, retry_ns: int, **metadata: object) -> None:
+        super().__init__(message, **metadata)
+        self.reason = reason
+        self.retry_ns = retry_ns

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvshuttle.controlplane.model import admission
 from kvshuttle.controlplane.model.commands import (
     Extend,
     Grant,
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "active",
+    "admit",
     "due",
     "extended",
     "fail",
@@ -50,6 +52,33 @@ __all__ = [
     "stop",
     "stopped",
 ]
+
+
+def admit(
+    w: Work,
+    key: SessionKey,
+    direction: Direction,
+    replica: Replica,
+    source: Worker,
+    destination: Worker,
+) -> str:
+    """Whether a lease over a replica may be made: why not, in one word, or nothing. Leases that
+    must give way are stopped."""
+    reason, victims = admission.lease_room(w, key.tenant, replica.num_blocks, source, destination)
+    for victim in victims:
+        stop(w, victim, LeaseState.REVOKED, admission.EVICTED)
+    if reason:
+        w.fact(
+            "lease_denied",
+            direction=direction.name,
+            reason=reason,
+            tenant=key.tenant,
+            session_id=key.session_id,
+            source=source.ref.worker_id,
+            destination=destination.ref.worker_id,
+            blocks=replica.num_blocks,
+        )
+    return reason
 
 
 def make(
@@ -128,6 +157,9 @@ def hardened(w: Work, ref: WorkerRef, lease_id: str, version: int, blocks: Descr
         return
     if blocks.range.length <= 0:
         fail(w, lease, "REPLICA_GONE")
+        return
+    if admission.quarantine_full(w.limits, destination):
+        fail(w, lease, "DESTINATION_QUARANTINE")
         return
     lease = lease.granted(blocks.range, blocks.head_hash, w.now_ns)
     w.put_lease(lease)
@@ -284,12 +316,18 @@ def source_released(w: Work, ref: WorkerRef, lease_id: str, reason: str) -> None
     """The source let the range go. By READER_STOPPED that is expected; by its deadline the
     destination's has passed before."""
     lease = w.state.leases.get(lease_id)
-    if lease is None or lease.source != ref or reason != "DEADLINE":
+    if lease is None or lease.source != ref:
+        return
+    if not lease.open:
+        w.state.ledger.source_released(lease)
+        return
+    if reason != "DEADLINE":
         return
     if lease.state is LeaseState.PENDING:
         stop(w, lease, LeaseState.FAILED, "SOURCE_RELEASED")
-    elif lease.open:
+    else:
         _end(w, lease, LeaseState.EXPIRED, "DEADLINE")
+        w.state.ledger.source_released(w.state.leases[lease_id])
 
 
 def renew(w: Work, lease_id: str, ttl_ns: int) -> Lease:
@@ -312,6 +350,7 @@ def renew(w: Work, lease_id: str, ttl_ns: int) -> Lease:
     left = lease.create_ns + w.limits.lease_lifetime_max_ns - w.now_ns
     if left <= 0:
         raise LeaseEndedError(f"lease {lease_id} has reached its longest life", lease_id=lease_id)
+    admission.renewal(w, lease)
     lease = lease.renewing(min(ttl_ns, left), w.now_ns)
     w.put_lease(lease, durable=False)
     assert lease.renewal is not None

@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 
-__all__ = ["MS", "SECOND", "Limits"]
+__all__ = ["MS", "SECOND", "Budget", "Limits", "TenantLimits"]
 
 MS = 1_000_000
 SECOND = 1_000 * MS
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TenantLimits:
+    """What one tenant may have, where it differs from what everybody may; None: as everybody."""
+
+    sessions: int | None = None
+    running_turns: int | None = None
+    leased_share: float | None = None
+    held_share: float | None = None
+
+
+_AS_EVERYBODY = TenantLimits()
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """What a tenant may have: numbers, and shares of each worker's pool. A share of 0: no limit."""
+
+    sessions: int
+    running_turns: int
+    leased_share: float
+    held_share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +57,39 @@ class Limits:
     """How long an ended lease stays listed."""
     ended_leases_max: int = 20_000
     """At most this many ended leases stay listed; the oldest go first. Bounds memory and disk."""
+
+    # -- budgets -------------------------------------------------------------------------------
+    leased_share_worker: float = 0.5
+    """Share of a source's pool that leases may hold. A lease pins blocks that running requests
+    could otherwise take back from replicas, so half stays out of reach of them. 0: no limit."""
+    leased_share_tenant: float = 0.4
+    """The same for one tenant: what is left is there for another at once. 0: no limit."""
+    held_share_tenant: float = 0.5
+    """Share of a worker's pool that one tenant's replicas may hold hard. 0: no limit."""
+    contended_share: float = 0.75
+    """Up to this share of a budget a tenant may have as much as its cap allows; beyond, no more
+    than an equal part. The last quarter is for those who have little or come new."""
+    leaving_share: float = 0.1
+    """Share of a pool that counts as free because its readers were told to stop: they answer
+    within a round trip. Readers that do not answer must not make more of it than this."""
+    lease_unread_ns: int = 1 * SECOND
+    """A granted lease may be stopped in favour of another only when nobody has read it for so
+    long: before, its request is likely on its way (a lookup waits 0.3 s at most)."""
+    free_share_min: float = 0.05
+    """Watermark: with less of its pool free, a worker is asked to hold nothing more. vLLM's free
+    blocks include cached ones, so so few mean that it is about to preempt requests."""
+    quarantine_share: float = 0.1
+    """Share of its pool in quarantine beyond which a worker is granted nothing to read; the agent
+    has the same limit for its landing zones (`kvshuttle.dataplane.limits.QUARANTINE_SHARE`)."""
+    turns_per_worker: int = 1_024
+    """Four times what vLLM runs at once by default (`max_num_seqs` 256): the rest queues there."""
+    turns_per_tenant: int = 4_096
+    sessions_max: int = 2_000_000
+    """A session takes about a KiB: this bounds the process at a few GiB."""
+    sessions_per_tenant: int = 1_500_000
+    """Leaves a quarter to others."""
+    tenants: Mapping[str, TenantLimits] = field(default_factory=lambda: MappingProxyType({}))
+    """Tenants whose limits are their own."""
 
     # -- agents --------------------------------------------------------------------------------
     heartbeat_ns: int = SECOND
@@ -102,3 +160,13 @@ class Limits:
     tick_ns: int = 100 * MS
     due_per_tick: int = 1_000
     """Deadlines handled in one tick: a burst of expirations must not hold up grants."""
+
+    def tenant(self, name: str) -> Budget:
+        """What a tenant may have."""
+        own = self.tenants.get(name, _AS_EVERYBODY)
+        return Budget(
+            self.sessions_per_tenant if own.sessions is None else own.sessions,
+            self.turns_per_tenant if own.running_turns is None else own.running_turns,
+            self.leased_share_tenant if own.leased_share is None else own.leased_share,
+            self.held_share_tenant if own.held_share is None else own.held_share,
+        )

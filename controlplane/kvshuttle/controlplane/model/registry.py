@@ -16,6 +16,7 @@ from kvshuttle.controlplane.model import (
     turn_events,
     worker_events,
 )
+from kvshuttle.controlplane.model.admission import Ledger
 from kvshuttle.controlplane.model.effects import Decision
 from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH, Due, Snapshot, State
 from kvshuttle.controlplane.model.terms import LeaseState, TurnOutcome, WorkerState
@@ -112,6 +113,7 @@ class Registry:
                 if not lease.reader_stopped:
                     for ref in (lease.source, lease.destination):
                         state.leases_of[ref.worker_id].add(lease.lease_id)
+        state.ledger = Ledger.of(state)
         w.fact(
             "started",
             epoch=state.epoch,
@@ -123,7 +125,7 @@ class Registry:
 
     # -- sessions and turns --------------------------------------------------------------------
     def begin_turn(self, now_ns: int, ask: BeginTurn) -> Decision[Turn]:
-        """NoWorkerError."""
+        """NoWorkerError, BudgetExceededError."""
         w = self._work(now_ns)
         return Decision(turn_events.begin(w, ask), w.finish())
 
@@ -156,7 +158,7 @@ class Registry:
 
     # -- leases --------------------------------------------------------------------------------
     def renew(self, now_ns: int, lease_id: str, ttl_ns: int) -> Decision[Lease]:
-        """NotFoundError, LeaseEndedError, LeaseNotGrantedError."""
+        """NotFoundError, LeaseEndedError, LeaseNotGrantedError, BudgetExceededError."""
         w = self._work(now_ns)
         return Decision(lease_events.renew(w, lease_id, ttl_ns), w.finish())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvshuttle.controlplane.model import lease_events
-from kvshuttle.controlplane.model.commands import ReleaseReplica, RetainReplica
+from kvshuttle.controlplane.model.commands import ReleaseReplica, RetainReplica, Revoke
 from kvshuttle.controlplane.model.replica import Replica
 from kvshuttle.controlplane.model.retention import retention_ns
 from kvshuttle.controlplane.model.terms import Direction, Leg, ReplicaState, WorkerRef
@@ -80,6 +80,14 @@ def _forward(w: Work, key: SessionKey, turn: Turn, replica: Replica) -> None:
     for lease_id in w.state.leases_of_turn.get((key, turn.number), ()):
         if w.state.leases[lease_id].direction is Direction.FORWARD:
             return  # one a turn: the children of n > 1 compute
+    source = w.worker(replica.worker)
+    assert source is not None  # it has just offered the replica
+    why_not = lease_events.admit(w, key, Direction.FORWARD, replica, source, destination)
+    if why_not:
+        # Decode's lookup stops waiting for the lease, and its request computes.
+        w.command(destination.ref, Revoke("", 0, why_not, turn.token))
+        w.command(replica.worker, ReleaseReplica(key, replica.head_hash))
+        return
     lease_events.make(w, key, turn.number, turn.token, Direction.FORWARD, replica, destination)
 
 

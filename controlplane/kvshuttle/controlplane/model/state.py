@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from kvshuttle.controlplane.model.admission import Ledger
 from kvshuttle.controlplane.model.terms import SessionKey
 
 if TYPE_CHECKING:
@@ -98,6 +99,7 @@ class State:
     leases_of: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     leases_of_turn: dict[TurnName, set[str]] = field(default_factory=lambda: defaultdict(set))
     agenda: Agenda = field(default_factory=Agenda)
+    ledger: Ledger = field(default_factory=Ledger)
 
     def next_revision(self) -> int:
         """Orders all changes of sessions and leases, over restarts too: the epoch is its high

@@ -5,15 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from msgspec import Struct, field
+from msgspec.structs import replace
 
-from kvshuttle.controlplane.model import lease_events
+from kvshuttle.controlplane.model import admission, lease_events
 from kvshuttle.controlplane.model.commands import (
     ExpectTurn,
     ForgetTurn,
     ReleaseReplica,
     RetainReplica,
 )
-from kvshuttle.controlplane.model.errors import NotFoundError, SessionEndedError
+from kvshuttle.controlplane.model.errors import NotFoundError, NoWorkerError, SessionEndedError
 from kvshuttle.controlplane.model.retention import retention_ns
 from kvshuttle.controlplane.model.session import Placement, Plan, Session, Turn
 from kvshuttle.controlplane.model.state import Due
@@ -73,16 +74,30 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
     elif not session.active:
         session = session.restarted(w.now_ns)
     session = session.with_hints(session.hints.merged(ask.hints), w.now_ns)
-    choice = w.planner.place(
-        state.workers.values(),
-        session,
-        state.replicas_of_session(ask.key),
-        state.turns_on,
-        {worker: len(held) for worker, held in state.replicas_of.items()},
-        ask.excluded,
-    )
+    before = state.sessions.get(ask.key)
+    admission.turn(w, ask.key, new_session=before is None or not before.active)
+    full = admission.full_workers(w)
+    try:
+        choice = w.planner.place(
+            state.workers.values(),
+            session,
+            state.replicas_of_session(ask.key),
+            state.turns_on,
+            {worker: len(held) for worker, held in state.replicas_of.items()},
+            (*ask.excluded, *full),
+        )
+    except NoWorkerError:
+        if full:
+            raise admission.no_worker_has_room(w, full) from None
+        raise
     plan = w.planner.plan(choice, ask.policy, ask.prompt_tokens)
     prefill = choice.prefill
+    if plan.return_mode is ReturnMode.LAZY and prefill is not None and choice.replica is not None:
+        why_not = lease_events.admit(
+            w, ask.key, Direction.RETURN, choice.replica, choice.decode, prefill
+        )
+        if why_not:
+            plan = replace(plan, return_mode=ReturnMode.NONE, reason=why_not)
     turn = Turn(
         number=session.turn_count + 1,
         token=ask.token,
@@ -95,6 +110,7 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
     )
     w.put_session(session.with_turn(turn, w.now_ns))
     state.turns[turn.token] = (ask.key, turn.number)
+    state.ledger.turns.add(ask.key.tenant, 1)
     for placement in turn.placements():
         state.turns_on[placement.worker.worker_id] += 1
     state.agenda.add(w.now_ns + w.limits.turn_timeout_ns, Due.TURN, (ask.key, turn.number))
@@ -195,7 +211,8 @@ def end(
     w.put_session(session)
     if hints is not None:
         _retain(w, session)
-    w.state.turns.pop(turn.token, None)
+    if w.state.turns.pop(turn.token, None) is not None:
+        w.state.ledger.turns.add(key.tenant, -1)
     for leg, placement in ((Leg.PREFILL, turn.prefill), (Leg.DECODE, turn.decode)):
         if placement is None:
             continue

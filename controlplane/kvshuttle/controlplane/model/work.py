@@ -97,6 +97,7 @@ class Work:
         """A session as it stands now."""
         before = self.state.sessions.get(session.key)
         self.state.active_sessions += session.active - (before is not None and before.active)
+        self.state.ledger.session(before, session)
         self.state.sessions[session.key] = session
         self._sessions[session.key] = True
         if before is None:
@@ -110,12 +111,14 @@ class Work:
 
     def drop_session(self, key: SessionKey) -> None:
         """A session is forgotten."""
-        del self.state.sessions[key]
+        self.state.ledger.session(self.state.sessions.pop(key), None)
         self._sessions.pop(key, None)
         self._dropped.append(DropSession(key))
 
     def put_replica(self, key: SessionKey, replica: Replica) -> None:
         """A replica as it stands now."""
+        before = self.state.replicas.get(key, {}).get(replica.name)
+        self.state.ledger.replica(key, before, replica)
         self.state.replicas.setdefault(key, {})[replica.name] = replica
         self.state.replicas_of[replica.worker.worker_id].add((key, replica.head_hash))
         self.touch_session(key)
@@ -123,7 +126,7 @@ class Work:
     def drop_replica(self, key: SessionKey, replica: Replica) -> None:
         """A replica is gone."""
         of_session = self.state.replicas[key]
-        del of_session[replica.name]
+        self.state.ledger.replica(key, of_session.pop(replica.name), None)
         if not of_session:
             del self.state.replicas[key]
         self.state.replicas_of[replica.worker.worker_id].discard((key, replica.head_hash))
@@ -135,6 +138,7 @@ class Work:
         state = self.state
         before = state.leases.get(lease.lease_id)
         state.leases[lease.lease_id] = lease
+        state.ledger.lease(before, lease)
         self._leases[lease.lease_id] = self._leases.get(lease.lease_id, False) or durable
         if lease.open:
             state.open_leases.add(lease.lease_id)
@@ -169,7 +173,7 @@ class Work:
 
     def drop_lease(self, lease: Lease) -> None:
         """A lease is forgotten."""
-        del self.state.leases[lease.lease_id]
+        self.state.ledger.dropped(self.state.leases.pop(lease.lease_id))
         for ref in (lease.source, lease.destination):
             self.state.leases_of[ref.worker_id].discard(lease.lease_id)
         self._leases.pop(lease.lease_id, None)

@@ -190,6 +190,9 @@ def _reconcile(w: Work, worker: Worker, reports: tuple[LeaseReport, ...]) -> Non
         if lease.source == worker.ref and lease.state is LeaseState.PENDING:
             # The Harden or its answer may have been lost.
             lease_events.fail(w, lease, "SOURCE_RECONNECTED")
+        elif lease.source == worker.ref and not lease.open and lease.lease_id not in says:
+            # It let go while nobody heard it.
+            w.state.ledger.source_released(lease)
         elif (
             lease.destination == worker.ref
             and lease.state is not LeaseState.PENDING

@@ -60,6 +60,7 @@ TABLE: dict[type[BaseException], grpc.StatusCode] = {
     domain.NotFoundError: grpc.StatusCode.NOT_FOUND,
     domain.NoWorkerError: grpc.StatusCode.UNAVAILABLE,
     StoreError: grpc.StatusCode.UNAVAILABLE,
+    domain.BudgetExceededError: grpc.StatusCode.RESOURCE_EXHAUSTED,
     domain.SessionEndedError: grpc.StatusCode.FAILED_PRECONDITION,
     domain.LeaseEndedError: grpc.StatusCode.FAILED_PRECONDITION,
     domain.LeaseNotGrantedError: grpc.StatusCode.FAILED_PRECONDITION,
@@ -103,6 +104,10 @@ def status_of(error: BaseException) -> tuple[grpc.StatusCode, str, status_pb2.St
         )
     if code is grpc.StatusCode.UNAVAILABLE:
         details.append(error_details_pb2.RetryInfo(retry_delay=Duration(seconds=NO_WORKER_RETRY_S)))
+    if isinstance(error, domain.BudgetExceededError):
+        delay = Duration()
+        delay.FromNanoseconds(error.retry_ns)
+        details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     status = status_pb2.Status(code=code_pb2.Code.Value(code.name), message=message)
     for detail in details:
         packed = any_pb2.Any()
