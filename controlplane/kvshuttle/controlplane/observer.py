@@ -26,7 +26,16 @@ __all__ = ["Metrics", "MetricsServer"]
 log = structlog.get_logger("kvshuttle.controlplane")
 
 QUIET = frozenset(
-    {"leg_computed", "replica_changed", "turn_begun", "turn_ended", "lease_made", "lease_denied"}
+    {
+        "leg_computed",
+        "lease_denied",
+        "lease_granted",
+        "lease_made",
+        "replica_changed",
+        "transfer",
+        "turn_begun",
+        "turn_ended",
+    }
 )
 """Facts of every turn: at level debug, so that a busy control plane's log stays readable."""
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
@@ -155,7 +164,7 @@ class Metrics:
                     ("recomputed", "computed_tokens"),
                 ):
                     self.tokens.labels(v["leg"], source).inc(_number(v[name]))
-        if fact.name in QUIET:
+        if fact.name in QUIET or v.get("state") == "COMPLETED":
             log.debug(fact.name, **v)
         elif fact.name in ("worker_lost", "worker_fenced", "epoch_raised"):
             log.warning(fact.name, **v)

@@ -14,7 +14,7 @@ from kvshuttle.controlplane.store.base import StoreError
 from kvshuttle.controlplane.store.journal import Journal
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvshuttle.controlplane.clock import Clock
     from kvshuttle.controlplane.model.commands import Command
@@ -31,8 +31,8 @@ T = TypeVar("T")
 class AgentStreams(Protocol):
     """Where commands go."""
 
-    def deliver(self, ref: WorkerRef, command: Command) -> None:
-        """Puts a command on the boot's stream; drops it if there is none."""
+    def deliver(self, commands: Sequence[tuple[WorkerRef, Command]]) -> None:
+        """Puts each command on its boot's stream, in order; drops it if there is none."""
         ...
 
     def disconnect(self, order: Disconnect) -> None:
@@ -93,6 +93,36 @@ class Runtime:
                 )
         self._waiting.clear()
 
+    def submit(
+        self,
+        event: Callable[[int], Decision[T]],
+        done: Callable[[T], None] | None = None,
+        attach: Callable[[T], None] | None = None,
+    ) -> None:
+        """Applies an event now. `attach` runs just before its effects leave, once they are
+        durable, `done` just after. DomainErrors are raised at once, StoreError when the store has
+        failed; if it fails later neither runs, and `failed` says so."""
+        if self.failed.done():
+            raise StoreError("the control plane's store failed; it is stopping")
+        decision = event(self.clock.now_ns())
+        effects = decision.effects
+
+        def release() -> None:
+            if attach is not None:
+                attach(decision.result)
+            if effects.commands:
+                self._streams.deliver(effects.commands)
+            for order in effects.disconnects:
+                self._streams.disconnect(order)
+            for change in effects.changes:
+                self._watchers.publish(change)
+            for fact in effects.facts:
+                self._observer.fact(fact)
+            if done is not None:
+                done(decision.result)
+
+        self._journal.append(effects.records, release)
+
     def post(
         self,
         event: Callable[[int], Decision[T]],
@@ -101,29 +131,21 @@ class Runtime:
         """Applies an event now; the future has its answer once its effects are durable and out.
         `attach` runs just before the effects leave. DomainErrors are raised at once."""
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        if self.failed.done():
-            future.set_exception(StoreError("the control plane's store failed; it is stopping"))
-            return future
-        decision = event(self.clock.now_ns())
-        effects = decision.effects
-        self._waiting.add(future)
 
-        def release() -> None:
-            if attach is not None:
-                attach(decision.result)
-            for ref, command in effects.commands:
-                self._streams.deliver(ref, command)
-            for order in effects.disconnects:
-                self._streams.disconnect(order)
-            for change in effects.changes:
-                self._watchers.publish(change)
-            for fact in effects.facts:
-                self._observer.fact(fact)
+        def done(result: T) -> None:
             self._waiting.discard(future)
             if not future.done():  # a caller that went away has cancelled it
-                future.set_result(decision.result)
+                future.set_result(result)
 
-        self._journal.append(effects.records, release)
+        self._waiting.add(future)
+        try:
+            self.submit(event, done, attach)
+        except StoreError as error:
+            self._waiting.discard(future)
+            future.set_exception(error)
+        except BaseException:
+            self._waiting.discard(future)
+            raise
         return future
 
     def forget(
@@ -132,7 +154,8 @@ class Runtime:
         attach: Callable[[T], None] | None = None,
     ) -> None:
         """Applies an event whose answer nobody needs; a store's failure is seen in `failed`."""
-        self.post(event, attach).add_done_callback(_retrieve)
+        if not self.failed.done():
+            self.submit(event, None, attach)
 
     async def apply(
         self,
@@ -168,8 +191,3 @@ class Runtime:
     async def close(self) -> None:
         """Makes durable and lets out what was applied."""
         await self._journal.close()
-
-
-def _retrieve(future: asyncio.Future[T]) -> None:
-    if not future.cancelled():
-        future.exception()

@@ -29,7 +29,9 @@ from kvshuttle.controlplane.services.checks import Checks
 from kvshuttle.controlplane.services.cluster import About, ClusterService
 from kvshuttle.controlplane.services.guard import Guard
 from kvshuttle.controlplane.services.leases import LeaseService
+from kvshuttle.controlplane.services.operations import Operations
 from kvshuttle.controlplane.services.sessions import SessionService
+from kvshuttle.controlplane.services.turns import TurnStreams
 from kvshuttle.controlplane.services.watch import Hubs
 from kvshuttle.controlplane.settings import Settings, SettingsError
 from kvshuttle.controlplane.store import MemoryStore, SqliteStore
@@ -91,6 +93,7 @@ class Server:
         self._stores: list[Store] = []
         self._servers: list[grpc.aio.Server] = []
         self._health: list[Any] = []
+        self._turns: TurnStreams | None = None
         self._metrics_server: MetricsServer | None = None
         self._ticker: asyncio.Task[None] | None = None
 
@@ -137,8 +140,10 @@ class Server:
         agent_grpc.add_AgentServiceServicer_to_server(
             AgentService(self.runtime, self.streams, checks, self.limits), agents
         )
+        operations = Operations(self.runtime, checks, _new_token)
+        self._turns = TurnStreams(self.runtime, operations, limits, self.metrics)
         session_grpc.add_SessionServiceServicer_to_server(
-            SessionService(self.runtime, checks, self.hubs.sessions, _new_token), api
+            SessionService(self.runtime, checks, self.hubs.sessions, operations, self._turns), api
         )
         lease_grpc.add_LeaseServiceServicer_to_server(
             LeaseService(self.runtime, checks, self.hubs.leases), api
@@ -261,6 +266,8 @@ class Server:
         for servicer in self._health:
             await servicer.enter_graceful_shutdown()
         self.streams.stop()
+        if self._turns is not None:
+            self._turns.stop()
         await asyncio.gather(*(server.stop(self.settings.stop_grace) for server in self._servers))
         if self._ticker is not None:
             self._ticker.cancel()

@@ -389,6 +389,8 @@ class AgentEvent(_message.Message):
     STOPPED_FIELD_NUMBER: _builtins.int
     SOURCE_RELEASED_FIELD_NUMBER: _builtins.int
     LEG_COMPUTED_FIELD_NUMBER: _builtins.int
+    LEASES_NEEDED_FIELD_NUMBER: _builtins.int
+    LEASES_EXTENDED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def offered(self) -> Global___ReplicaOffered:
         """A request of a turn ended and its blocks are held."""
@@ -427,6 +429,14 @@ class AgentEvent(_message.Message):
     def leg_computed(self) -> Global___LegComputed:
         """A prefill leg was computed; feeds the planner."""
 
+    @_builtins.property
+    def leases_needed(self) -> Global___LeasesNeeded:
+        """The destination still needs leases that are granted to it."""
+
+    @_builtins.property
+    def leases_extended(self) -> Global___LeasesExtended:
+        """The source obeyed an ExtendLeases."""
+
     def __init__(
         self,
         *,
@@ -439,12 +449,14 @@ class AgentEvent(_message.Message):
         stopped: Global___LeaseStopped | None = ...,
         source_released: Global___SourceReleased | None = ...,
         leg_computed: Global___LegComputed | None = ...,
+        leases_needed: Global___LeasesNeeded | None = ...,
+        leases_extended: Global___LeasesExtended | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "event", b"event", "extended", b"extended", "hardened", b"hardened", "leg_computed", b"leg_computed", "offered", b"offered", "refused", b"refused", "replica_changed", b"replica_changed", "source_released", b"source_released", "stopped", b"stopped"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "event", b"event", "extended", b"extended", "hardened", b"hardened", "leases_extended", b"leases_extended", "leases_needed", b"leases_needed", "leg_computed", b"leg_computed", "offered", b"offered", "refused", b"refused", "replica_changed", b"replica_changed", "source_released", b"source_released", "stopped", b"stopped"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "event", b"event", "extended", b"extended", "hardened", b"hardened", "leg_computed", b"leg_computed", "offered", b"offered", "refused", b"refused", "replica_changed", b"replica_changed", "source_released", b"source_released", "stopped", b"stopped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "event", b"event", "extended", b"extended", "hardened", b"hardened", "leases_extended", b"leases_extended", "leases_needed", b"leases_needed", "leg_computed", b"leg_computed", "offered", b"offered", "refused", b"refused", "replica_changed", b"replica_changed", "source_released", b"source_released", "stopped", b"stopped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["offered", "replica_changed", "hardened", "refused", "extended", "active", "stopped", "source_released", "leg_computed"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["offered", "replica_changed", "hardened", "refused", "extended", "active", "stopped", "source_released", "leg_computed", "leases_needed", "leases_extended"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -649,6 +661,65 @@ class LeaseExtended(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaseExtended: _TypeAlias = LeaseExtended  # noqa: Y015
+
+@_typing.final
+class LeasesNeeded(_message.Message):
+    """From a destination: transfers or requests of its own still need these leases, so they are to be
+    extended before they run out. Each is extended by its source first, then here (ExtendLeases); a
+    lease of which no extension comes has ended, is being stopped, or has reached its longest life.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_EPOCH_FIELD_NUMBER: _builtins.int
+    LEASE_SEQS_FIELD_NUMBER: _builtins.int
+    lease_epoch: _builtins.int
+    """The epoch that made them, as in `Grant.lease_epoch`."""
+    @_builtins.property
+    def lease_seqs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """`Grant.lease_seq` of each; at most 100,000."""
+
+    def __init__(
+        self,
+        *,
+        lease_epoch: _builtins.int = ...,
+        lease_seqs: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_epoch", b"lease_epoch", "lease_seqs", b"lease_seqs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeasesNeeded: _TypeAlias = LeasesNeeded  # noqa: Y015
+
+@_typing.final
+class LeasesExtended(_message.Message):
+    """From a source: an ExtendLeases was obeyed, but for some."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXTENSION_FIELD_NUMBER: _builtins.int
+    MISSING_SEQS_FIELD_NUMBER: _builtins.int
+    extension: _builtins.int
+    """The order's."""
+    @_builtins.property
+    def missing_seqs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Leases of the order that are not held here any more."""
+
+    def __init__(
+        self,
+        *,
+        extension: _builtins.int = ...,
+        missing_seqs: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["extension", b"extension", "missing_seqs", b"missing_seqs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeasesExtended: _TypeAlias = LeasesExtended  # noqa: Y015
 
 @_typing.final
 class LeaseActive(_message.Message):
@@ -957,6 +1028,7 @@ class AgentCommand(_message.Message):
     PEER_FENCED_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
+    EXTEND_LEASES_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def expect_turn(self) -> Global___ExpectTurn:
         """A turn is coming."""
@@ -1009,6 +1081,10 @@ class AgentCommand(_message.Message):
     def fenced(self) -> Global___Fenced:
         """You are out: obey nobody, reconnect never."""
 
+    @_builtins.property
+    def extend_leases(self) -> Global___ExtendLeases:
+        """To either side: count many leases longer."""
+
     def __init__(
         self,
         *,
@@ -1025,12 +1101,13 @@ class AgentCommand(_message.Message):
         peer_fenced: Global___PeerFenced | None = ...,
         drain: Global___Drain | None = ...,
         fenced: Global___Fenced | None = ...,
+        extend_leases: Global___ExtendLeases | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "expect_turn", b"expect_turn", "extend", b"extend", "fenced", b"fenced", "forget_turn", b"forget_turn", "grant", b"grant", "harden", b"harden", "peer", b"peer", "peer_fenced", b"peer_fenced", "reader_stopped", b"reader_stopped", "release_replica", b"release_replica", "retain_replica", b"retain_replica", "revoke", b"revoke"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "expect_turn", b"expect_turn", "extend", b"extend", "extend_leases", b"extend_leases", "fenced", b"fenced", "forget_turn", b"forget_turn", "grant", b"grant", "harden", b"harden", "peer", b"peer", "peer_fenced", b"peer_fenced", "reader_stopped", b"reader_stopped", "release_replica", b"release_replica", "retain_replica", b"retain_replica", "revoke", b"revoke"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "expect_turn", b"expect_turn", "extend", b"extend", "fenced", b"fenced", "forget_turn", b"forget_turn", "grant", b"grant", "harden", b"harden", "peer", b"peer", "peer_fenced", b"peer_fenced", "reader_stopped", b"reader_stopped", "release_replica", b"release_replica", "retain_replica", b"retain_replica", "revoke", b"revoke"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "expect_turn", b"expect_turn", "extend", b"extend", "extend_leases", b"extend_leases", "fenced", b"fenced", "forget_turn", b"forget_turn", "grant", b"grant", "harden", b"harden", "peer", b"peer", "peer_fenced", b"peer_fenced", "reader_stopped", b"reader_stopped", "release_replica", b"release_replica", "retain_replica", b"retain_replica", "revoke", b"revoke"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["expect_turn", "forget_turn", "harden", "grant", "extend", "revoke", "reader_stopped", "release_replica", "retain_replica", "peer", "peer_fenced", "drain", "fenced"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["expect_turn", "forget_turn", "harden", "grant", "extend", "revoke", "reader_stopped", "release_replica", "retain_replica", "peer", "peer_fenced", "drain", "fenced", "extend_leases"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -1149,6 +1226,8 @@ class Harden(_message.Message):
     TTL_FIELD_NUMBER: _builtins.int
     GUARD_FIELD_NUMBER: _builtins.int
     DESTINATION_FIELD_NUMBER: _builtins.int
+    LEASE_EPOCH_FIELD_NUMBER: _builtins.int
+    LEASE_SEQ_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Which lease."""
     version: _builtins.int
@@ -1159,6 +1238,10 @@ class Harden(_message.Message):
     """Which session."""
     head_hash: _builtins.bytes
     """Which replica."""
+    lease_epoch: _builtins.int
+    """The epoch that made the lease: with `lease_seq` its name where many leases are named at once."""
+    lease_seq: _builtins.int
+    """Its number in that epoch."""
     @_builtins.property
     def range(self) -> _types_pb2.BlockRange:
         """Which of its blocks."""
@@ -1187,10 +1270,12 @@ class Harden(_message.Message):
         ttl: _duration_pb2.Duration | None = ...,
         guard: _duration_pb2.Duration | None = ...,
         destination: _types_pb2.WorkerRef | None = ...,
+        lease_epoch: _builtins.int = ...,
+        lease_seq: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "guard", b"guard", "range", b"range", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "guard", b"guard", "head_hash", b"head_hash", "lease_id", b"lease_id", "range", b"range", "session_id", b"session_id", "tenant", b"tenant", "ttl", b"ttl", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "guard", b"guard", "head_hash", b"head_hash", "lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "lease_seq", b"lease_seq", "range", b"range", "session_id", b"session_id", "tenant", b"tenant", "ttl", b"ttl", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1213,6 +1298,8 @@ class Grant(_message.Message):
     EAGER_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     SESSION_ID_FIELD_NUMBER: _builtins.int
+    LEASE_EPOCH_FIELD_NUMBER: _builtins.int
+    LEASE_SEQ_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Which lease."""
     version: _builtins.int
@@ -1231,6 +1318,10 @@ class Grant(_message.Message):
     """Whose session; set where `eager` is."""
     session_id: _builtins.str
     """Which session; set where `eager` is."""
+    lease_epoch: _builtins.int
+    """As in Harden."""
+    lease_seq: _builtins.int
+    """As in Harden."""
     @_builtins.property
     def source(self) -> _types_pb2.WorkerRef:
         """Whose memory."""
@@ -1257,10 +1348,12 @@ class Grant(_message.Message):
         eager: _builtins.bool = ...,
         tenant: _builtins.str = ...,
         session_id: _builtins.str = ...,
+        lease_epoch: _builtins.int = ...,
+        lease_seq: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "source", b"source", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "blocks", b"blocks", "direction", b"direction", "eager", b"eager", "lease_id", b"lease_id", "session_id", b"session_id", "source", b"source", "tenant", b"tenant", "ttl", b"ttl", "turn_token", b"turn_token", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "blocks", b"blocks", "direction", b"direction", "eager", b"eager", "lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "lease_seq", b"lease_seq", "session_id", b"session_id", "source", b"source", "tenant", b"tenant", "ttl", b"ttl", "turn_token", b"turn_token", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1311,6 +1404,62 @@ class Extend(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Extend: _TypeAlias = Extend  # noqa: Y015
+
+@_typing.final
+class ExtendLeases(_message.Message):
+    """Count many leases longer, because their destination needs them (LeasesNeeded). The source gets it
+    first and answers LeasesExtended; then the destination gets its own, which has no answer. It has
+    no versions: both sides read it in its place on the stream, and a lease that is closing or not
+    known is not revived by it. No side ever counts shorter because of it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXTENSION_FIELD_NUMBER: _builtins.int
+    LEASE_EPOCH_FIELD_NUMBER: _builtins.int
+    LEASE_SEQS_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    GUARD_FIELD_NUMBER: _builtins.int
+    AS_OF_FIELD_NUMBER: _builtins.int
+    IS_SOURCE_FIELD_NUMBER: _builtins.int
+    extension: _builtins.int
+    """Names the order; the source repeats it. 0 to the destination."""
+    lease_epoch: _builtins.int
+    """The epoch that made them."""
+    as_of: _builtins.int
+    """As in Grant; 0 to the source."""
+    is_source: _builtins.bool
+    """Which side is meant."""
+    @_builtins.property
+    def lease_seqs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Which."""
+
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """As in Extend."""
+
+    @_builtins.property
+    def guard(self) -> _duration_pb2.Duration:
+        """As in Harden."""
+
+    def __init__(
+        self,
+        *,
+        extension: _builtins.int = ...,
+        lease_epoch: _builtins.int = ...,
+        lease_seqs: _abc.Iterable[_builtins.int] | None = ...,
+        ttl: _duration_pb2.Duration | None = ...,
+        guard: _duration_pb2.Duration | None = ...,
+        as_of: _builtins.int = ...,
+        is_source: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["guard", b"guard", "ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "extension", b"extension", "guard", b"guard", "is_source", b"is_source", "lease_epoch", b"lease_epoch", "lease_seqs", b"lease_seqs", "ttl", b"ttl"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExtendLeases: _TypeAlias = ExtendLeases  # noqa: Y015
 
 @_typing.final
 class Revoke(_message.Message):

@@ -22,75 +22,86 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from google.protobuf import any_pb2 as google_dot_protobuf_dot_any__pb2
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from google.protobuf import field_mask_pb2 as google_dot_protobuf_dot_field__mask__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 from kvshuttle.v1 import types_pb2 as kvshuttle_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvshuttle/v1/session_service.proto\x12\x0ckvshuttle.v1\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18kvshuttle/v1/types.proto\"\xcd\x01\n\x04Plan\x12-\n\x0breturn_mode\x18\x01 \x01(\x0e\x32\x18.kvshuttle.v1.ReturnMode\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x17\n\x0freusable_tokens\x18\x03 \x01(\x04\x12\x36\n\x13predicted_recompute\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x35\n\x12predicted_transfer\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"A\n\tPlacement\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.kvshuttle.v1.WorkerRef\x12\x0b\n\x03url\x18\x02 \x01(\t\"\xe3\x02\n\x04Turn\x12\x0c\n\x04turn\x18\x01 \x01(\x04\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.kvshuttle.v1.TurnState\x12*\n\x07outcome\x18\x03 \x01(\x0e\x32\x19.kvshuttle.v1.TurnOutcome\x12(\n\x07prefill\x18\x04 \x01(\x0b\x32\x17.kvshuttle.v1.Placement\x12\'\n\x06\x64\x65\x63ode\x18\x05 \x01(\x0b\x32\x17.kvshuttle.v1.Placement\x12 \n\x04plan\x18\x06 \x01(\x0b\x32\x12.kvshuttle.v1.Plan\x12.\n\nbegin_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12&\n\x05usage\x18\t \x01(\x0b\x32\x17.kvshuttle.v1.TurnUsage\"\x88\x01\n\tTurnUsage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12\x15\n\routput_tokens\x18\x03 \x01(\x04\x12\x36\n\x13time_to_first_token\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc9\x01\n\x07Replica\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.kvshuttle.v1.WorkerRef\x12\x11\n\thead_hash\x18\x02 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\x04\x12)\n\x05state\x18\x05 \x01(\x0e\x32\x1a.kvshuttle.v1.ReplicaState\x12/\n\x0b\x65xpire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xd6\x02\n\x07Session\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.kvshuttle.v1.SessionState\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nturn_count\x18\x06 \x01(\x04\x12!\n\x05turns\x18\x07 \x03(\x0b\x32\x12.kvshuttle.v1.Turn\x12\'\n\x08replicas\x18\x08 \x03(\x0b\x32\x15.kvshuttle.v1.Replica\x12)\n\x05hints\x18\t \x01(\x0b\x32\x1a.kvshuttle.v1.SessionHints\x12\x0f\n\x07version\x18\n \x01(\x04\"\xd4\x01\n\x10\x42\x65ginTurnRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x1e\n\x16prompt_tokens_estimate\x18\x03 \x01(\x04\x12\x31\n\rreturn_policy\x18\x04 \x01(\x0e\x32\x1a.kvshuttle.v1.ReturnPolicy\x12\x1a\n\x12\x65xclude_worker_ids\x18\x05 \x03(\t\x12)\n\x05hints\x18\x06 \x01(\x0b\x32\x1a.kvshuttle.v1.SessionHints\"I\n\x11\x42\x65ginTurnResponse\x12 \n\x04turn\x18\x01 \x01(\x0b\x32\x12.kvshuttle.v1.Turn\x12\x12\n\nturn_token\x18\x02 \x01(\t\"\xc5\x01\n\x0e\x45ndTurnRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\x04\x12*\n\x07outcome\x18\x03 \x01(\x0e\x32\x19.kvshuttle.v1.TurnOutcome\x12&\n\x05usage\x18\x04 \x01(\x0b\x32\x17.kvshuttle.v1.TurnUsage\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12)\n\x05hints\x18\x06 \x01(\x0b\x32\x1a.kvshuttle.v1.SessionHints\"3\n\x0f\x45ndTurnResponse\x12 \n\x04turn\x18\x01 \x01(\x0b\x32\x12.kvshuttle.v1.Turn\"\'\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"<\n\x12GetSessionResponse\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvshuttle.v1.Session\"z\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.kvshuttle.v1.SessionState\x12\x11\n\tworker_id\x18\x04 \x01(\t\"X\n\x14ListSessionsResponse\x12\'\n\x08sessions\x18\x01 \x03(\x0b\x32\x15.kvshuttle.v1.Session\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x9a\x01\n\x14UpdateSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12)\n\x05hints\x18\x02 \x01(\x0b\x32\x1a.kvshuttle.v1.SessionHints\x12/\n\x0bupdate_mask\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"?\n\x15UpdateSessionResponse\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvshuttle.v1.Session\";\n\x11\x45ndSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"<\n\x12\x45ndSessionResponse\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvshuttle.v1.Session\"@\n\x14WatchSessionsRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"\xc4\x01\n\x15WatchSessionsResponse\x12\x31\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1d.kvshuttle.v1.SessionSnapshotH\x00\x12(\n\x07\x63hanged\x18\x02 \x01(\x0b\x32\x15.kvshuttle.v1.SessionH\x00\x12/\n\x08progress\x18\x03 \x01(\x0b\x32\x1b.kvshuttle.v1.WatchProgressH\x00\x12\x14\n\x0cresume_token\x18\x04 \x01(\tB\x07\n\x05\x65vent\"L\n\x0fSessionSnapshot\x12\'\n\x08sessions\x18\x01 \x03(\x0b\x32\x15.kvshuttle.v1.Session\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\"9\n\rWatchProgress\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp*x\n\x0cReturnPolicy\x12\x1d\n\x19RETURN_POLICY_UNSPECIFIED\x10\x00\x12\x16\n\x12RETURN_POLICY_AUTO\x10\x01\x12\x17\n\x13RETURN_POLICY_NEVER\x10\x02\x12\x18\n\x14RETURN_POLICY_ALWAYS\x10\x03*\x84\x01\n\nReturnMode\x12\x1b\n\x17RETURN_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10RETURN_MODE_NONE\x10\x01\x12\x14\n\x10RETURN_MODE_LAZY\x10\x02\x12\x15\n\x11RETURN_MODE_EAGER\x10\x03\x12\x16\n\x12RETURN_MODE_DIRECT\x10\x04*U\n\tTurnState\x12\x1a\n\x16TURN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12TURN_STATE_RUNNING\x10\x01\x12\x14\n\x10TURN_STATE_ENDED\x10\x02*\x98\x01\n\x0bTurnOutcome\x12\x1c\n\x18TURN_OUTCOME_UNSPECIFIED\x10\x00\x12\x1a\n\x16TURN_OUTCOME_COMPLETED\x10\x01\x12\x1a\n\x16TURN_OUTCOME_CANCELLED\x10\x02\x12\x17\n\x13TURN_OUTCOME_FAILED\x10\x03\x12\x1a\n\x16TURN_OUTCOME_ABANDONED\x10\x04*u\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLICA_STATE_HARD\x10\x01\x12\x16\n\x12REPLICA_STATE_SOFT\x10\x02\x12\x16\n\x12REPLICA_STATE_GONE\x10\x03*`\n\x0cSessionState\x12\x1d\n\x19SESSION_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SESSION_STATE_ACTIVE\x10\x01\x12\x17\n\x13SESSION_STATE_ENDED\x10\x02\x32\xd5\x04\n\x0eSessionService\x12L\n\tBeginTurn\x12\x1e.kvshuttle.v1.BeginTurnRequest\x1a\x1f.kvshuttle.v1.BeginTurnResponse\x12\x46\n\x07\x45ndTurn\x12\x1c.kvshuttle.v1.EndTurnRequest\x1a\x1d.kvshuttle.v1.EndTurnResponse\x12O\n\nGetSession\x12\x1f.kvshuttle.v1.GetSessionRequest\x1a .kvshuttle.v1.GetSessionResponse\x12U\n\x0cListSessions\x12!.kvshuttle.v1.ListSessionsRequest\x1a\".kvshuttle.v1.ListSessionsResponse\x12X\n\rUpdateSession\x12\".kvshuttle.v1.UpdateSessionRequest\x1a#.kvshuttle.v1.UpdateSessionResponse\x12O\n\nEndSession\x12\x1f.kvshuttle.v1.EndSessionRequest\x1a .kvshuttle.v1.EndSessionResponse\x12Z\n\rWatchSessions\x12\".kvshuttle.v1.WatchSessionsRequest\x1a#.kvshuttle.v1.WatchSessionsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvshuttle/v1/session_service.proto\x12\x0ckvshuttle.v1\x1a\x19google/protobuf/any.proto\x1a\x1egoogle/protobuf/duration.proto\x1a google/protobuf/field_mask.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18kvshuttle/v1/types.proto\"\xcd\x01\n\x04Plan\x12-\n\x0breturn_mode\x18\x01 \x01(\x0e\x32\x18.kvshuttle.v1.ReturnMode\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x17\n\x0freusable_tokens\x18\x03 \x01(\x04\x12\x36\n\x13predicted_recompute\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x35\n\x12predicted_transfer\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"A\n\tPlacement\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.kvshuttle.v1.WorkerRef\x12\x0b\n\x03url\x18\x02 \x01(\t\"\xe3\x02\n\x04Turn\x12\x0c\n\x04turn\x18\x01 \x01(\x04\x12&\n\x05state\x18\x02 \x01(\x0e\x32\x17.kvshuttle.v1.TurnState\x12*\n\x07outcome\x18\x03 \x01(\x0e\x32\x19.kvshuttle.v1.TurnOutcome\x12(\n\x07prefill\x18\x04 \x01(\x0b\x32\x17.kvshuttle.v1.Placement\x12\'\n\x06\x64\x65\x63ode\x18\x05 \x01(\x0b\x32\x17.kvshuttle.v1.Placement\x12 \n\x04plan\x18\x06 \x01(\x0b\x32\x12.kvshuttle.v1.Plan\x12.\n\nbegin_time\x18\x07 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x08 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12&\n\x05usage\x18\t \x01(\x0b\x32\x17.kvshuttle.v1.TurnUsage\"\x88\x01\n\tTurnUsage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x04\x12\x15\n\rcached_tokens\x18\x02 \x01(\x04\x12\x15\n\routput_tokens\x18\x03 \x01(\x04\x12\x36\n\x13time_to_first_token\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xc9\x01\n\x07Replica\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.kvshuttle.v1.WorkerRef\x12\x11\n\thead_hash\x18\x02 \x01(\x0c\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x12\n\nnum_tokens\x18\x04 \x01(\x04\x12)\n\x05state\x18\x05 \x01(\x0e\x32\x1a.kvshuttle.v1.ReplicaState\x12/\n\x0b\x65xpire_time\x18\x06 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"\xd6\x02\n\x07Session\x12\x0e\n\x06tenant\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.kvshuttle.v1.SessionState\x12/\n\x0b\x63reate_time\x18\x04 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12/\n\x0bupdate_time\x18\x05 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nturn_count\x18\x06 \x01(\x04\x12!\n\x05turns\x18\x07 \x03(\x0b\x32\x12.kvshuttle.v1.Turn\x12\'\n\x08replicas\x18\x08 \x03(\x0b\x32\x15.kvshuttle.v1.Replica\x12)\n\x05hints\x18\t \x01(\x0b\x32\x1a.kvshuttle.v1.SessionHints\x12\x0f\n\x07version\x18\n \x01(\x04\"\xd4\x01\n\x10\x42\x65ginTurnRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x1e\n\x16prompt_tokens_estimate\x18\x03 \x01(\x04\x12\x31\n\rreturn_policy\x18\x04 \x01(\x0e\x32\x1a.kvshuttle.v1.ReturnPolicy\x12\x1a\n\x12\x65xclude_worker_ids\x18\x05 \x03(\t\x12)\n\x05hints\x18\x06 \x01(\x0b\x32\x1a.kvshuttle.v1.SessionHints\"I\n\x11\x42\x65ginTurnResponse\x12 \n\x04turn\x18\x01 \x01(\x0b\x32\x12.kvshuttle.v1.Turn\x12\x12\n\nturn_token\x18\x02 \x01(\t\"\xc5\x01\n\x0e\x45ndTurnRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0c\n\x04turn\x18\x02 \x01(\x04\x12*\n\x07outcome\x18\x03 \x01(\x0e\x32\x19.kvshuttle.v1.TurnOutcome\x12&\n\x05usage\x18\x04 \x01(\x0b\x32\x17.kvshuttle.v1.TurnUsage\x12\x12\n\nrequest_id\x18\x05 \x01(\t\x12)\n\x05hints\x18\x06 \x01(\x0b\x32\x1a.kvshuttle.v1.SessionHints\"3\n\x0f\x45ndTurnResponse\x12 \n\x04turn\x18\x01 \x01(\x0b\x32\x12.kvshuttle.v1.Turn\"\'\n\x11GetSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\"<\n\x12GetSessionResponse\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvshuttle.v1.Session\"z\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12)\n\x05state\x18\x03 \x01(\x0e\x32\x1a.kvshuttle.v1.SessionState\x12\x11\n\tworker_id\x18\x04 \x01(\t\"X\n\x14ListSessionsResponse\x12\'\n\x08sessions\x18\x01 \x03(\x0b\x32\x15.kvshuttle.v1.Session\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\x9a\x01\n\x14UpdateSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12)\n\x05hints\x18\x02 \x01(\x0b\x32\x1a.kvshuttle.v1.SessionHints\x12/\n\x0bupdate_mask\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.FieldMask\x12\x12\n\nrequest_id\x18\x04 \x01(\t\"?\n\x15UpdateSessionResponse\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvshuttle.v1.Session\";\n\x11\x45ndSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\"<\n\x12\x45ndSessionResponse\x12&\n\x07session\x18\x01 \x01(\x0b\x32\x15.kvshuttle.v1.Session\"@\n\x14WatchSessionsRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"\xc4\x01\n\x15WatchSessionsResponse\x12\x31\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1d.kvshuttle.v1.SessionSnapshotH\x00\x12(\n\x07\x63hanged\x18\x02 \x01(\x0b\x32\x15.kvshuttle.v1.SessionH\x00\x12/\n\x08progress\x18\x03 \x01(\x0b\x32\x1b.kvshuttle.v1.WatchProgressH\x00\x12\x14\n\x0cresume_token\x18\x04 \x01(\tB\x07\n\x05\x65vent\"L\n\x0fSessionSnapshot\x12\'\n\x08sessions\x18\x01 \x03(\x0b\x32\x15.kvshuttle.v1.Session\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\"9\n\rWatchProgress\x12(\n\x04time\x18\x01 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\"?\n\x0cTurnsRequest\x12/\n\noperations\x18\x01 \x03(\x0b\x32\x1b.kvshuttle.v1.TurnOperation\"\xbc\x01\n\rTurnOperation\x12\n\n\x02id\x18\x01 \x01(\x04\x12/\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x1e.kvshuttle.v1.BeginTurnRequestH\x00\x12+\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x1c.kvshuttle.v1.EndTurnRequestH\x00\x12\x34\n\x06update\x18\x04 \x01(\x0b\x32\".kvshuttle.v1.UpdateSessionRequestH\x00\x42\x0b\n\toperation\":\n\rTurnsResponse\x12)\n\x07results\x18\x01 \x03(\x0b\x32\x18.kvshuttle.v1.TurnResult\"\xe8\x01\n\nTurnResult\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x30\n\x05\x62\x65gin\x18\x02 \x01(\x0b\x32\x1f.kvshuttle.v1.BeginTurnResponseH\x00\x12,\n\x03\x65nd\x18\x03 \x01(\x0b\x32\x1d.kvshuttle.v1.EndTurnResponseH\x00\x12\x35\n\x06update\x18\x04 \x01(\x0b\x32#.kvshuttle.v1.UpdateSessionResponseH\x00\x12-\n\x05\x65rror\x18\x05 \x01(\x0b\x32\x1c.kvshuttle.v1.OperationErrorH\x00\x42\x08\n\x06result\"V\n\x0eOperationError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0f\n\x07message\x18\x02 \x01(\t\x12%\n\x07\x64\x65tails\x18\x03 \x03(\x0b\x32\x14.google.protobuf.Any*x\n\x0cReturnPolicy\x12\x1d\n\x19RETURN_POLICY_UNSPECIFIED\x10\x00\x12\x16\n\x12RETURN_POLICY_AUTO\x10\x01\x12\x17\n\x13RETURN_POLICY_NEVER\x10\x02\x12\x18\n\x14RETURN_POLICY_ALWAYS\x10\x03*\x84\x01\n\nReturnMode\x12\x1b\n\x17RETURN_MODE_UNSPECIFIED\x10\x00\x12\x14\n\x10RETURN_MODE_NONE\x10\x01\x12\x14\n\x10RETURN_MODE_LAZY\x10\x02\x12\x15\n\x11RETURN_MODE_EAGER\x10\x03\x12\x16\n\x12RETURN_MODE_DIRECT\x10\x04*U\n\tTurnState\x12\x1a\n\x16TURN_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12TURN_STATE_RUNNING\x10\x01\x12\x14\n\x10TURN_STATE_ENDED\x10\x02*\x98\x01\n\x0bTurnOutcome\x12\x1c\n\x18TURN_OUTCOME_UNSPECIFIED\x10\x00\x12\x1a\n\x16TURN_OUTCOME_COMPLETED\x10\x01\x12\x1a\n\x16TURN_OUTCOME_CANCELLED\x10\x02\x12\x17\n\x13TURN_OUTCOME_FAILED\x10\x03\x12\x1a\n\x16TURN_OUTCOME_ABANDONED\x10\x04*u\n\x0cReplicaState\x12\x1d\n\x19REPLICA_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12REPLICA_STATE_HARD\x10\x01\x12\x16\n\x12REPLICA_STATE_SOFT\x10\x02\x12\x16\n\x12REPLICA_STATE_GONE\x10\x03*`\n\x0cSessionState\x12\x1d\n\x19SESSION_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14SESSION_STATE_ACTIVE\x10\x01\x12\x17\n\x13SESSION_STATE_ENDED\x10\x02\x32\x9b\x05\n\x0eSessionService\x12L\n\tBeginTurn\x12\x1e.kvshuttle.v1.BeginTurnRequest\x1a\x1f.kvshuttle.v1.BeginTurnResponse\x12\x46\n\x07\x45ndTurn\x12\x1c.kvshuttle.v1.EndTurnRequest\x1a\x1d.kvshuttle.v1.EndTurnResponse\x12O\n\nGetSession\x12\x1f.kvshuttle.v1.GetSessionRequest\x1a .kvshuttle.v1.GetSessionResponse\x12U\n\x0cListSessions\x12!.kvshuttle.v1.ListSessionsRequest\x1a\".kvshuttle.v1.ListSessionsResponse\x12X\n\rUpdateSession\x12\".kvshuttle.v1.UpdateSessionRequest\x1a#.kvshuttle.v1.UpdateSessionResponse\x12O\n\nEndSession\x12\x1f.kvshuttle.v1.EndSessionRequest\x1a .kvshuttle.v1.EndSessionResponse\x12Z\n\rWatchSessions\x12\".kvshuttle.v1.WatchSessionsRequest\x1a#.kvshuttle.v1.WatchSessionsResponse0\x01\x12\x44\n\x05Turns\x12\x1a.kvshuttle.v1.TurnsRequest\x1a\x1b.kvshuttle.v1.TurnsResponse(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvshuttle.v1.session_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_RETURNPOLICY']._serialized_start=3105
-  _globals['_RETURNPOLICY']._serialized_end=3225
-  _globals['_RETURNMODE']._serialized_start=3228
-  _globals['_RETURNMODE']._serialized_end=3360
-  _globals['_TURNSTATE']._serialized_start=3362
-  _globals['_TURNSTATE']._serialized_end=3447
-  _globals['_TURNOUTCOME']._serialized_start=3450
-  _globals['_TURNOUTCOME']._serialized_end=3602
-  _globals['_REPLICASTATE']._serialized_start=3604
-  _globals['_REPLICASTATE']._serialized_end=3721
-  _globals['_SESSIONSTATE']._serialized_start=3723
-  _globals['_SESSIONSTATE']._serialized_end=3819
-  _globals['_PLAN']._serialized_start=178
-  _globals['_PLAN']._serialized_end=383
-  _globals['_PLACEMENT']._serialized_start=385
-  _globals['_PLACEMENT']._serialized_end=450
-  _globals['_TURN']._serialized_start=453
-  _globals['_TURN']._serialized_end=808
-  _globals['_TURNUSAGE']._serialized_start=811
-  _globals['_TURNUSAGE']._serialized_end=947
-  _globals['_REPLICA']._serialized_start=950
-  _globals['_REPLICA']._serialized_end=1151
-  _globals['_SESSION']._serialized_start=1154
-  _globals['_SESSION']._serialized_end=1496
-  _globals['_BEGINTURNREQUEST']._serialized_start=1499
-  _globals['_BEGINTURNREQUEST']._serialized_end=1711
-  _globals['_BEGINTURNRESPONSE']._serialized_start=1713
-  _globals['_BEGINTURNRESPONSE']._serialized_end=1786
-  _globals['_ENDTURNREQUEST']._serialized_start=1789
-  _globals['_ENDTURNREQUEST']._serialized_end=1986
-  _globals['_ENDTURNRESPONSE']._serialized_start=1988
-  _globals['_ENDTURNRESPONSE']._serialized_end=2039
-  _globals['_GETSESSIONREQUEST']._serialized_start=2041
-  _globals['_GETSESSIONREQUEST']._serialized_end=2080
-  _globals['_GETSESSIONRESPONSE']._serialized_start=2082
-  _globals['_GETSESSIONRESPONSE']._serialized_end=2142
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=2144
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=2266
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=2268
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=2356
-  _globals['_UPDATESESSIONREQUEST']._serialized_start=2359
-  _globals['_UPDATESESSIONREQUEST']._serialized_end=2513
-  _globals['_UPDATESESSIONRESPONSE']._serialized_start=2515
-  _globals['_UPDATESESSIONRESPONSE']._serialized_end=2578
-  _globals['_ENDSESSIONREQUEST']._serialized_start=2580
-  _globals['_ENDSESSIONREQUEST']._serialized_end=2639
-  _globals['_ENDSESSIONRESPONSE']._serialized_start=2641
-  _globals['_ENDSESSIONRESPONSE']._serialized_end=2701
-  _globals['_WATCHSESSIONSREQUEST']._serialized_start=2703
-  _globals['_WATCHSESSIONSREQUEST']._serialized_end=2767
-  _globals['_WATCHSESSIONSRESPONSE']._serialized_start=2770
-  _globals['_WATCHSESSIONSRESPONSE']._serialized_end=2966
-  _globals['_SESSIONSNAPSHOT']._serialized_start=2968
-  _globals['_SESSIONSNAPSHOT']._serialized_end=3044
-  _globals['_WATCHPROGRESS']._serialized_start=3046
-  _globals['_WATCHPROGRESS']._serialized_end=3103
-  _globals['_SESSIONSERVICE']._serialized_start=3822
-  _globals['_SESSIONSERVICE']._serialized_end=4419
+  _globals['_RETURNPOLICY']._serialized_start=3771
+  _globals['_RETURNPOLICY']._serialized_end=3891
+  _globals['_RETURNMODE']._serialized_start=3894
+  _globals['_RETURNMODE']._serialized_end=4026
+  _globals['_TURNSTATE']._serialized_start=4028
+  _globals['_TURNSTATE']._serialized_end=4113
+  _globals['_TURNOUTCOME']._serialized_start=4116
+  _globals['_TURNOUTCOME']._serialized_end=4268
+  _globals['_REPLICASTATE']._serialized_start=4270
+  _globals['_REPLICASTATE']._serialized_end=4387
+  _globals['_SESSIONSTATE']._serialized_start=4389
+  _globals['_SESSIONSTATE']._serialized_end=4485
+  _globals['_PLAN']._serialized_start=205
+  _globals['_PLAN']._serialized_end=410
+  _globals['_PLACEMENT']._serialized_start=412
+  _globals['_PLACEMENT']._serialized_end=477
+  _globals['_TURN']._serialized_start=480
+  _globals['_TURN']._serialized_end=835
+  _globals['_TURNUSAGE']._serialized_start=838
+  _globals['_TURNUSAGE']._serialized_end=974
+  _globals['_REPLICA']._serialized_start=977
+  _globals['_REPLICA']._serialized_end=1178
+  _globals['_SESSION']._serialized_start=1181
+  _globals['_SESSION']._serialized_end=1523
+  _globals['_BEGINTURNREQUEST']._serialized_start=1526
+  _globals['_BEGINTURNREQUEST']._serialized_end=1738
+  _globals['_BEGINTURNRESPONSE']._serialized_start=1740
+  _globals['_BEGINTURNRESPONSE']._serialized_end=1813
+  _globals['_ENDTURNREQUEST']._serialized_start=1816
+  _globals['_ENDTURNREQUEST']._serialized_end=2013
+  _globals['_ENDTURNRESPONSE']._serialized_start=2015
+  _globals['_ENDTURNRESPONSE']._serialized_end=2066
+  _globals['_GETSESSIONREQUEST']._serialized_start=2068
+  _globals['_GETSESSIONREQUEST']._serialized_end=2107
+  _globals['_GETSESSIONRESPONSE']._serialized_start=2109
+  _globals['_GETSESSIONRESPONSE']._serialized_end=2169
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=2171
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=2293
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=2295
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=2383
+  _globals['_UPDATESESSIONREQUEST']._serialized_start=2386
+  _globals['_UPDATESESSIONREQUEST']._serialized_end=2540
+  _globals['_UPDATESESSIONRESPONSE']._serialized_start=2542
+  _globals['_UPDATESESSIONRESPONSE']._serialized_end=2605
+  _globals['_ENDSESSIONREQUEST']._serialized_start=2607
+  _globals['_ENDSESSIONREQUEST']._serialized_end=2666
+  _globals['_ENDSESSIONRESPONSE']._serialized_start=2668
+  _globals['_ENDSESSIONRESPONSE']._serialized_end=2728
+  _globals['_WATCHSESSIONSREQUEST']._serialized_start=2730
+  _globals['_WATCHSESSIONSREQUEST']._serialized_end=2794
+  _globals['_WATCHSESSIONSRESPONSE']._serialized_start=2797
+  _globals['_WATCHSESSIONSRESPONSE']._serialized_end=2993
+  _globals['_SESSIONSNAPSHOT']._serialized_start=2995
+  _globals['_SESSIONSNAPSHOT']._serialized_end=3071
+  _globals['_WATCHPROGRESS']._serialized_start=3073
+  _globals['_WATCHPROGRESS']._serialized_end=3130
+  _globals['_TURNSREQUEST']._serialized_start=3132
+  _globals['_TURNSREQUEST']._serialized_end=3195
+  _globals['_TURNOPERATION']._serialized_start=3198
+  _globals['_TURNOPERATION']._serialized_end=3386
+  _globals['_TURNSRESPONSE']._serialized_start=3388
+  _globals['_TURNSRESPONSE']._serialized_end=3446
+  _globals['_TURNRESULT']._serialized_start=3449
+  _globals['_TURNRESULT']._serialized_end=3681
+  _globals['_OPERATIONERROR']._serialized_start=3683
+  _globals['_OPERATIONERROR']._serialized_end=3769
+  _globals['_SESSIONSERVICE']._serialized_start=4488
+  _globals['_SESSIONSERVICE']._serialized_end=5155
 # @@protoc_insertion_point(module_scope)

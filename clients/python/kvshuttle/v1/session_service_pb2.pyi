@@ -4,6 +4,7 @@ isort:skip_file
 Sessions and turns: what gateways and agent frameworks call."""
 
 from collections import abc as _abc
+from google.protobuf import any_pb2 as _any_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import field_mask_pb2 as _field_mask_pb2
@@ -966,3 +967,175 @@ class WatchProgress(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___WatchProgress: _TypeAlias = WatchProgress  # noqa: Y015
+
+@_typing.final
+class TurnsRequest(_message.Message):
+    """Some operations."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OPERATIONS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def operations(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnOperation]:
+        """At most 1,000, in order; more end the stream with INVALID_ARGUMENT."""
+
+    def __init__(
+        self,
+        *,
+        operations: _abc.Iterable[Global___TurnOperation] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["operations", b"operations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnsRequest: _TypeAlias = TurnsRequest  # noqa: Y015
+
+@_typing.final
+class TurnOperation(_message.Message):
+    """What one call would ask."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    UPDATE_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """Chosen by the client; its answer carries it."""
+    @_builtins.property
+    def begin(self) -> Global___BeginTurnRequest:
+        """As BeginTurn."""
+
+    @_builtins.property
+    def end(self) -> Global___EndTurnRequest:
+        """As EndTurn."""
+
+    @_builtins.property
+    def update(self) -> Global___UpdateSessionRequest:
+        """As UpdateSession."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        begin: Global___BeginTurnRequest | None = ...,
+        end: Global___EndTurnRequest | None = ...,
+        update: Global___UpdateSessionRequest | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "operation", b"operation", "update", b"update"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "id", b"id", "operation", b"operation", "update", b"update"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_operation: _TypeAlias = _typing.Literal["begin", "end", "update"]  # noqa: Y015
+    _WhichOneofArgType_operation: _TypeAlias = _typing.Literal["operation", b"operation"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_operation) -> _WhichOneofReturnType_operation | None: ...
+
+Global___TurnOperation: _TypeAlias = TurnOperation  # noqa: Y015
+
+@_typing.final
+class TurnsResponse(_message.Message):
+    """Some answers, each once, in the order in which they became durable."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___TurnResult]:
+        """At most 1,000."""
+
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___TurnResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TurnsResponse: _TypeAlias = TurnsResponse  # noqa: Y015
+
+@_typing.final
+class TurnResult(_message.Message):
+    """What one call would answer."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ID_FIELD_NUMBER: _builtins.int
+    BEGIN_FIELD_NUMBER: _builtins.int
+    END_FIELD_NUMBER: _builtins.int
+    UPDATE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    id: _builtins.int
+    """The operation's."""
+    @_builtins.property
+    def begin(self) -> Global___BeginTurnResponse:
+        """Of `TurnOperation.begin`."""
+
+    @_builtins.property
+    def end(self) -> Global___EndTurnResponse:
+        """Of `TurnOperation.end`."""
+
+    @_builtins.property
+    def update(self) -> Global___UpdateSessionResponse:
+        """Of `TurnOperation.update`."""
+
+    @_builtins.property
+    def error(self) -> Global___OperationError:
+        """It failed."""
+
+    def __init__(
+        self,
+        *,
+        id: _builtins.int = ...,
+        begin: Global___BeginTurnResponse | None = ...,
+        end: Global___EndTurnResponse | None = ...,
+        update: Global___UpdateSessionResponse | None = ...,
+        error: Global___OperationError | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "error", b"error", "result", b"result", "update", b"update"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["begin", b"begin", "end", b"end", "error", b"error", "id", b"id", "result", b"result", "update", b"update"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_result: _TypeAlias = _typing.Literal["begin", "end", "update", "error"]  # noqa: Y015
+    _WhichOneofArgType_result: _TypeAlias = _typing.Literal["result", b"result"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_result) -> _WhichOneofReturnType_result | None: ...
+
+Global___TurnResult: _TypeAlias = TurnResult  # noqa: Y015
+
+@_typing.final
+class OperationError(_message.Message):
+    """The status with which a call of its own would have ended. Its fields are those of
+    google.rpc.Status, number by number: either can be read as the other.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CODE_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    DETAILS_FIELD_NUMBER: _builtins.int
+    code: _builtins.int
+    """A google.rpc.Code."""
+    message: _builtins.str
+    """For people."""
+    @_builtins.property
+    def details(self) -> _containers.RepeatedCompositeFieldContainer[_any_pb2.Any]:
+        """google.rpc.ErrorInfo and what else the call would have carried."""
+
+    def __init__(
+        self,
+        *,
+        code: _builtins.int = ...,
+        message: _builtins.str = ...,
+        details: _abc.Iterable[_any_pb2.Any] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["code", b"code", "details", b"details", "message", b"message"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___OperationError: _TypeAlias = OperationError  # noqa: Y015

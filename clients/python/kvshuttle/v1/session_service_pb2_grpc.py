@@ -72,6 +72,11 @@ class SessionServiceStub:
                 request_serializer=kvshuttle_dot_v1_dot_session__service__pb2.WatchSessionsRequest.SerializeToString,
                 response_deserializer=kvshuttle_dot_v1_dot_session__service__pb2.WatchSessionsResponse.FromString,
                 _registered_method=True)
+        self.Turns = channel.stream_stream(
+                '/kvshuttle.v1.SessionService/Turns',
+                request_serializer=kvshuttle_dot_v1_dot_session__service__pb2.TurnsRequest.SerializeToString,
+                response_deserializer=kvshuttle_dot_v1_dot_session__service__pb2.TurnsResponse.FromString,
+                _registered_method=True)
 
 
 class SessionServiceServicer:
@@ -132,6 +137,19 @@ class SessionServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Turns(self, request_iterator, context):
+        """BeginTurn, EndTurn and UpdateSession for a busy gateway: many of them on one stream, each
+        checked, decided and answered as the call of its name is. They are applied in the order in
+        which they come; each is answered as soon as it is durable. An operation that fails is answered
+        with its error and does not end the stream. All are for one tenant, the stream's: a gateway
+        that serves several opens one for each. The server reads no further while 10,000 answers wait
+        to be read. It ends the stream when it stops: what is unanswered then may or may not have
+        happened, and is safe to repeat with its request_id.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SessionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -169,6 +187,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.WatchSessions,
                     request_deserializer=kvshuttle_dot_v1_dot_session__service__pb2.WatchSessionsRequest.FromString,
                     response_serializer=kvshuttle_dot_v1_dot_session__service__pb2.WatchSessionsResponse.SerializeToString,
+            ),
+            'Turns': grpc.stream_stream_rpc_method_handler(
+                    servicer.Turns,
+                    request_deserializer=kvshuttle_dot_v1_dot_session__service__pb2.TurnsRequest.FromString,
+                    response_serializer=kvshuttle_dot_v1_dot_session__service__pb2.TurnsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -363,6 +386,33 @@ class SessionService:
             '/kvshuttle.v1.SessionService/WatchSessions',
             kvshuttle_dot_v1_dot_session__service__pb2.WatchSessionsRequest.SerializeToString,
             kvshuttle_dot_v1_dot_session__service__pb2.WatchSessionsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Turns(request_iterator,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.stream_stream(
+            request_iterator,
+            target,
+            '/kvshuttle.v1.SessionService/Turns',
+            kvshuttle_dot_v1_dot_session__service__pb2.TurnsRequest.SerializeToString,
+            kvshuttle_dot_v1_dot_session__service__pb2.TurnsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,15 @@ class SessionServiceStub:
     """Ends a session: its replicas are released everywhere, its leases revoked."""
     WatchSessions: _grpc.UnaryStreamMultiCallable[_session_service_pb2.WatchSessionsRequest, _session_service_pb2.WatchSessionsResponse]
     """One snapshot of the sessions, then every change once, in order."""
+    Turns: _grpc.StreamStreamMultiCallable[_session_service_pb2.TurnsRequest, _session_service_pb2.TurnsResponse]
+    """BeginTurn, EndTurn and UpdateSession for a busy gateway: many of them on one stream, each
+    checked, decided and answered as the call of its name is. They are applied in the order in
+    which they come; each is answered as soon as it is durable. An operation that fails is answered
+    with its error and does not end the stream. All are for one tenant, the stream's: a gateway
+    that serves several opens one for each. The server reads no further while 10,000 answers wait
+    to be read. It ends the stream when it stops: what is unanswered then may or may not have
+    happened, and is safe to repeat with its request_id.
+    """
 
 @_typing.type_check_only
 class SessionServiceAsyncStub(SessionServiceStub):
@@ -83,6 +92,15 @@ class SessionServiceAsyncStub(SessionServiceStub):
     """Ends a session: its replicas are released everywhere, its leases revoked."""
     WatchSessions: _aio.UnaryStreamMultiCallable[_session_service_pb2.WatchSessionsRequest, _session_service_pb2.WatchSessionsResponse]  # type: ignore[assignment]
     """One snapshot of the sessions, then every change once, in order."""
+    Turns: _aio.StreamStreamMultiCallable[_session_service_pb2.TurnsRequest, _session_service_pb2.TurnsResponse]  # type: ignore[assignment]
+    """BeginTurn, EndTurn and UpdateSession for a busy gateway: many of them on one stream, each
+    checked, decided and answered as the call of its name is. They are applied in the order in
+    which they come; each is answered as soon as it is durable. An operation that fails is answered
+    with its error and does not end the stream. All are for one tenant, the stream's: a gateway
+    that serves several opens one for each. The server reads no further while 10,000 answers wait
+    to be read. It ends the stream when it stops: what is unanswered then may or may not have
+    happened, and is safe to repeat with its request_id.
+    """
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     """Owns conversations. The tenant of every call is the caller's identity, never a field; a caller
@@ -150,5 +168,20 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_session_service_pb2.WatchSessionsResponse], _abc.AsyncIterator[_session_service_pb2.WatchSessionsResponse]]:
         """One snapshot of the sessions, then every change once, in order."""
+
+    @_abc_1.abstractmethod
+    def Turns(
+        self,
+        request_iterator: _MaybeAsyncIterator[_session_service_pb2.TurnsRequest],
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_session_service_pb2.TurnsResponse], _abc.AsyncIterator[_session_service_pb2.TurnsResponse]]:
+        """BeginTurn, EndTurn and UpdateSession for a busy gateway: many of them on one stream, each
+        checked, decided and answered as the call of its name is. They are applied in the order in
+        which they come; each is answered as soon as it is durable. An operation that fails is answered
+        with its error and does not end the stream. All are for one tenant, the stream's: a gateway
+        that serves several opens one for each. The server reads no further while 10,000 answers wait
+        to be read. It ends the stream when it stops: what is unanswered then may or may not have
+        happened, and is safe to repeat with its request_id.
+        """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

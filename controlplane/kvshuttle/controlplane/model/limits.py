@@ -147,6 +147,11 @@ class Limits:
     api_message_bytes: int = 1 << 20
     """No request of a client carries more than some ids."""
 
+    operations_per_message: int = 1_000
+    """In the API's text."""
+    operations_unanswered_max: int = 10_000
+    """In the API's text: some seconds of the busiest gateway."""
+
     # -- watches -------------------------------------------------------------------------------
     watch_history: int = 65_536
     """Changes kept for resuming."""

@@ -23,7 +23,7 @@ from kvshuttle.v1 import agent_service_pb2 as pb
 from kvshuttle.v1 import agent_service_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
     from typing import Any
 
     from kvshuttle.controlplane.model.commands import Command
@@ -56,6 +56,19 @@ class _Stream:
         self.wake = asyncio.Event()
         self.end_reason = ""
         self.writer: asyncio.Task[Any] | None = None
+        # Whether nothing was written since the timer last looked, and whether something must be.
+        self.silent = False
+        self.beat = False
+        self.timer: asyncio.TimerHandle | None = None
+
+    def keep_alive(self, interval_s: float) -> None:
+        """Wakes the writer when it has written nothing for an interval. Looks once an interval,
+        instead of setting a timer for each message."""
+        if self.silent:
+            self.beat = True
+            self.wake.set()
+        self.silent = True
+        self.timer = asyncio.get_running_loop().call_later(interval_s, self.keep_alive, interval_s)
 
     def end(self, reason: str) -> None:
         """The writer sends what is queued, and ends; one that cannot send is cancelled."""
@@ -87,18 +100,19 @@ class Streams:
         if self._streams.get(stream.ref.worker_id) is stream:
             del self._streams[stream.ref.worker_id]
 
-    def deliver(self, ref: WorkerRef, command: Command) -> None:
-        """Puts a command on the boot's stream; drops it if there is none."""
-        stream = self._streams.get(ref.worker_id)
-        if stream is None or stream.ref != ref or stream.end_reason:
-            return
-        if len(stream.queue) >= self._limits.command_queue_max:
-            log.warning("agent_stalled", worker_id=ref.worker_id, queued=len(stream.queue))
-            stream.queue.clear()
-            stream.end("STALLED")
-            return
-        stream.queue.append(command)
-        stream.wake.set()
+    def deliver(self, commands: Sequence[tuple[WorkerRef, Command]]) -> None:
+        """Puts each command on its boot's stream, in order; drops it if there is none."""
+        for ref, command in commands:
+            stream = self._streams.get(ref.worker_id)
+            if stream is None or stream.ref != ref or stream.end_reason:
+                continue
+            if len(stream.queue) >= self._limits.command_queue_max:
+                log.warning("agent_stalled", worker_id=ref.worker_id, queued=len(stream.queue))
+                stream.queue.clear()
+                stream.end("STALLED")
+                continue
+            stream.queue.append(command)
+            stream.wake.set()
 
     def disconnect(self, order: Disconnect) -> None:
         """Ends a stream after what is queued on it."""
@@ -131,14 +145,15 @@ class AgentService(pb_grpc.AgentServiceServicer):
         try:
             assert stream.welcome is not None
             yield self._message(stream, welcome=stream.welcome)
+            stream.keep_alive(self._limits.heartbeat_ns / 1e9)
             while True:
-                try:
-                    async with asyncio.timeout(self._limits.heartbeat_ns / 1e9):
-                        await stream.wake.wait()
-                except TimeoutError:
+                await stream.wake.wait()
+                stream.wake.clear()
+                stream.silent = False
+                if stream.beat and not stream.queue and not stream.end_reason:
                     # The agent takes a long silence for a dead control plane.
                     yield self._message(stream, commands=pb.AgentCommands())
-                stream.wake.clear()
+                stream.beat = False
                 while stream.queue:
                     batch = stream.queue[: self._limits.commands_per_message]
                     del stream.queue[: len(batch)]
@@ -150,6 +165,8 @@ class AgentService(pb_grpc.AgentServiceServicer):
                     return
         finally:
             self._streams.detach(stream)
+            if stream.timer is not None:
+                stream.timer.cancel()
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
             reason = stream.end_reason or "CLOSED"

@@ -25,7 +25,6 @@ from kvshuttle.controlplane.services.errors import (
     PermissionDeniedError,
     UnauthenticatedError,
     abort,
-    status_of,
 )
 from kvshuttle.controlplane.store import StoreError
 
@@ -35,7 +34,7 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.model.limits import Limits
     from kvshuttle.controlplane.observer import Metrics
 
-__all__ = ["Guard", "caller", "tenant", "tenant_or_all"]
+__all__ = ["Guard", "caller", "note_failure", "tenant", "tenant_or_all"]
 
 log = structlog.get_logger("kvshuttle.controlplane.rpc")
 
@@ -68,6 +67,17 @@ def tenant_or_all() -> str | None:
     if not found and _caller.get().role in (Role.OPERATOR, Role.ANYONE):
         return None
     return tenant()
+
+
+def note_failure(metrics: Metrics, method: str, error: BaseException) -> None:
+    """Counts and logs that a call, or an operation that might have been one, failed."""
+    if isinstance(error, DomainError | StoreError):
+        name = str(getattr(error, "reason", "STORE_FAILED"))
+        metrics.refused.labels(method, name).inc()
+        log.info("rpc_refused", method=method, reason=name, error=str(error))
+    else:
+        metrics.refused.labels(method, "INTERNAL").inc()
+        log.error("rpc_failed", method=method, exc_info=error)
 
 
 class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]
@@ -109,15 +119,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]
                 )
 
         def failed(error: BaseException) -> None:
-            _, _, status = status_of(error)
-            reason = getattr(error, "reason", status.message)
-            if isinstance(error, DomainError | StoreError):
-                name = str(getattr(error, "reason", "STORE_FAILED"))
-                self._metrics.refused.labels(method, name).inc()
-                log.info("rpc_refused", method=method, reason=reason, error=str(error))
-            else:
-                self._metrics.refused.labels(method, "INTERNAL").inc()
-                log.error("rpc_failed", method=method, exc_info=error)
+            note_failure(self._metrics, method, error)
 
         if handler.response_streaming:
             inner = handler.unary_stream or handler.stream_stream

@@ -3,33 +3,33 @@
 from __future__ import annotations
 
 import heapq
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from kvshuttle.controlplane.model.errors import InvalidFieldError, NotFoundError, SessionEndedError
-from kvshuttle.controlplane.model.session import Usage
 from kvshuttle.controlplane.model.terms import (
-    ReturnPolicy,
     SessionKey,
     SessionState,
-    TurnOutcome,
 )
-from kvshuttle.controlplane.model.turn_events import BeginTurn
-from kvshuttle.controlplane.services.convert import session_out, turn_out
-from kvshuttle.controlplane.services.guard import tenant, tenant_or_all
+from kvshuttle.controlplane.services.convert import session_out
+from kvshuttle.controlplane.services.guard import tenant_or_all
 from kvshuttle.controlplane.services.watch import Changed, Piece, token
 from kvshuttle.v1 import session_service_pb2 as pb
 from kvshuttle.v1 import session_service_pb2_grpc as pb_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Callable
+    from collections.abc import AsyncIterator
     from typing import Any
 
     from kvshuttle.controlplane.model.effects import SessionChange
     from kvshuttle.controlplane.runtime import Runtime
     from kvshuttle.controlplane.services.checks import Checks
+    from kvshuttle.controlplane.services.operations import Operation, Operations
+    from kvshuttle.controlplane.services.turns import TurnStreams
     from kvshuttle.controlplane.services.watch import Hub
 
 __all__ = ["SessionService"]
+
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class SessionService(pb_grpc.SessionServiceServicer):
@@ -40,87 +40,39 @@ class SessionService(pb_grpc.SessionServiceServicer):
         runtime: Runtime,
         checks: Checks,
         hub: Hub[SessionChange],
-        new_token: Callable[[], str],
+        operations: Operations,
+        streams: TurnStreams,
     ) -> None:
         self._runtime = runtime
         self._checks = checks
         self._hub = hub
-        self._new_token = new_token
+        self._operations = operations
+        self._streams = streams
 
     @property
     def _state(self) -> Any:
         return self._runtime.registry.state
 
-    def _key(self, session_id: str) -> SessionKey:
-        return SessionKey(tenant(), self._checks.session_id(session_id))
-
-    def _session(self, key: SessionKey) -> pb.Session:
-        session = self._state.sessions.get(key)
-        if session is None:
-            raise NotFoundError("session", key.session_id)
-        return session_out(session, self._state.replicas_of_session(key))
+    async def _call(self, operation: Operation[T, R]) -> R:
+        return operation.answer(await self._runtime.apply(operation.event))
 
     async def BeginTurn(  # noqa: N802
         self, request: pb.BeginTurnRequest, context: Any
     ) -> pb.BeginTurnResponse:
         """Places a turn."""
-        checks = self._checks
-        excluded = tuple(
-            checks.worker_id("exclude_worker_ids", worker) for worker in request.exclude_worker_ids
-        )
-        if len(excluded) > checks.limits.excluded_workers:
-            raise InvalidFieldError(
-                "exclude_worker_ids",
-                len(excluded),
-                f"name at most {checks.limits.excluded_workers} workers",
-            )
-        ask = BeginTurn(
-            key=self._key(request.session_id),
-            token=self._new_token(),
-            request_id=checks.request_id(request.request_id),
-            prompt_tokens=request.prompt_tokens_estimate,
-            policy=checks.enum(
-                "return_policy", request.return_policy, ReturnPolicy, ReturnPolicy.AUTO
-            ),
-            excluded=excluded,
-            hints=checks.hints(request.hints),
-        )
-        turn = await self._runtime.apply(lambda now: self._runtime.registry.begin_turn(now, ask))
-        return pb.BeginTurnResponse(turn=turn_out(turn), turn_token=turn.token)
+        return await self._call(self._operations.begin(request))
 
     async def EndTurn(  # noqa: N802
         self, request: pb.EndTurnRequest, context: Any
     ) -> pb.EndTurnResponse:
         """Ends a turn."""
-        checks = self._checks
-        key = self._key(request.session_id)
-        checks.request_id(request.request_id)
-        if request.turn == 0:
-            raise InvalidFieldError("turn", 0, "give the number that BeginTurn gave")
-        outcome = checks.enum("outcome", request.outcome, TurnOutcome)
-        if outcome is TurnOutcome.ABANDONED:
-            raise InvalidFieldError("outcome", outcome.name, "use COMPLETED, CANCELLED or FAILED")
-        usage = None
-        if request.HasField("usage"):
-            usage = Usage(
-                request.usage.prompt_tokens,
-                request.usage.cached_tokens,
-                request.usage.output_tokens,
-                checks.duration("usage.time_to_first_token", request.usage.time_to_first_token),
-            )
-        hints = checks.hints(request.hints) if request.HasField("hints") else None
-        turn = await self._runtime.apply(
-            lambda now: self._runtime.registry.end_turn(
-                now, key, request.turn, outcome, usage, hints
-            )
-        )
-        return pb.EndTurnResponse(turn=turn_out(turn))
+        return await self._call(self._operations.end(request))
 
     async def GetSession(  # noqa: N802
         self, request: pb.GetSessionRequest, context: Any
     ) -> pb.GetSessionResponse:
         """Reads one session."""
-        session = self._session(self._key(request.session_id))
+        session = self._operations.session(self._operations.key(request.session_id))
         await self._runtime.settled()
         return pb.GetSessionResponse(session=session)
 
@@ -156,7 +108,7 @@ class SessionService(pb_grpc.SessionServiceServicer):
                 and (state is None or sessions[key].state is state)
             ),
         )
-        page = [self._session(key) for key in keys[:size]]
+        page = [self._operations.session(key) for key in keys[:size]]
         await self._runtime.settled()
         return pb.ListSessionsResponse(
             sessions=page,
@@ -167,29 +119,23 @@ class SessionService(pb_grpc.SessionServiceServicer):
         self, request: pb.UpdateSessionRequest, context: Any
     ) -> pb.UpdateSessionResponse:
         """Changes hints."""
-        key = self._key(request.session_id)
-        self._checks.request_id(request.request_id)
-        session = self._state.sessions.get(key)
-        if session is None:
-            raise NotFoundError("session", key.session_id)
-        if not session.active:
-            raise SessionEndedError(
-                f"session {key.session_id} has ended", session_id=key.session_id
-            )
-        hints = self._checks.hints_masked(session.hints, request.hints, request.update_mask.paths)
-        await self._runtime.apply(
-            lambda now: self._runtime.registry.update_session(now, key, hints)
-        )
-        return pb.UpdateSessionResponse(session=self._session(key))
+        return await self._call(self._operations.update(request))
 
     async def EndSession(  # noqa: N802
         self, request: pb.EndSessionRequest, context: Any
     ) -> pb.EndSessionResponse:
         """Ends a session."""
-        key = self._key(request.session_id)
+        key = self._operations.key(request.session_id)
         self._checks.request_id(request.request_id)
         await self._runtime.apply(lambda now: self._runtime.registry.end_session(now, key))
-        return pb.EndSessionResponse(session=self._session(key))
+        return pb.EndSessionResponse(session=self._operations.session(key))
+
+    async def Turns(  # noqa: N802
+        self, request_iterator: AsyncIterator[pb.TurnsRequest], context: Any
+    ) -> AsyncIterator[pb.TurnsResponse]:
+        """Many operations on one stream."""
+        async for response in self._streams.serve(request_iterator):
+            yield response
 
     async def WatchSessions(  # noqa: N802
         self, request: pb.WatchSessionsRequest, context: Any

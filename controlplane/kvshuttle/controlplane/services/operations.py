@@ -1,0 +1,133 @@
+"""Operations of SessionService, apart from how they are called: each is checked here, decided by
+the registry, and answered here, whether it came as a call of its own or on a stream of turns."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from msgspec import Struct
+
+from kvshuttle.controlplane.model.errors import InvalidFieldError, NotFoundError, SessionEndedError
+from kvshuttle.controlplane.model.session import Usage
+from kvshuttle.controlplane.model.terms import ReturnPolicy, SessionKey, TurnOutcome
+from kvshuttle.controlplane.model.turn_events import BeginTurn
+from kvshuttle.controlplane.services.convert import session_out, turn_out
+from kvshuttle.controlplane.services.guard import tenant
+from kvshuttle.v1 import session_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvshuttle.controlplane.model.effects import Decision
+    from kvshuttle.controlplane.model.session import Session, Turn
+    from kvshuttle.controlplane.runtime import Runtime
+    from kvshuttle.controlplane.services.checks import Checks
+
+__all__ = ["Operation", "Operations"]
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Operation(Struct, Generic[T, R]):
+    """A checked request: the event that decides it, and its answer."""
+
+    event: Callable[[int], Decision[T]]
+    answer: Callable[[T], R]
+
+
+class Operations:
+    """One method an operation; DomainError when a field is wrong. Each must be called where the
+    caller is known (`guard.tenant`)."""
+
+    def __init__(self, runtime: Runtime, checks: Checks, new_token: Callable[[], str]) -> None:
+        self._runtime = runtime
+        self._checks = checks
+        self._new_token = new_token
+
+    def key(self, session_id: str) -> SessionKey:
+        """The caller's session of this name."""
+        return SessionKey(tenant(), self._checks.session_id(session_id))
+
+    def session(self, key: SessionKey) -> pb.Session:
+        """A session as it stands now. NotFoundError."""
+        state = self._runtime.registry.state
+        session = state.sessions.get(key)
+        if session is None:
+            raise NotFoundError("session", key.session_id)
+        return session_out(session, state.replicas_of_session(key))
+
+    def begin(self, request: pb.BeginTurnRequest) -> Operation[Turn, pb.BeginTurnResponse]:
+        """Places a turn."""
+        checks = self._checks
+        excluded = tuple(
+            checks.worker_id("exclude_worker_ids", worker) for worker in request.exclude_worker_ids
+        )
+        if len(excluded) > checks.limits.excluded_workers:
+            raise InvalidFieldError(
+                "exclude_worker_ids",
+                len(excluded),
+                f"name at most {checks.limits.excluded_workers} workers",
+            )
+        ask = BeginTurn(
+            key=self.key(request.session_id),
+            token=self._new_token(),
+            request_id=checks.request_id(request.request_id),
+            prompt_tokens=request.prompt_tokens_estimate,
+            policy=checks.enum(
+                "return_policy", request.return_policy, ReturnPolicy, ReturnPolicy.AUTO
+            ),
+            excluded=excluded,
+            hints=checks.hints(request.hints),
+        )
+        registry = self._runtime.registry
+        return Operation(
+            lambda now: registry.begin_turn(now, ask),
+            lambda turn: pb.BeginTurnResponse(turn=turn_out(turn), turn_token=turn.token),
+        )
+
+    def end(self, request: pb.EndTurnRequest) -> Operation[Turn, pb.EndTurnResponse]:
+        """Ends a turn."""
+        checks = self._checks
+        key = self.key(request.session_id)
+        checks.request_id(request.request_id)
+        if request.turn == 0:
+            raise InvalidFieldError("turn", 0, "give the number that BeginTurn gave")
+        number = request.turn
+        outcome = checks.enum("outcome", request.outcome, TurnOutcome)
+        if outcome is TurnOutcome.ABANDONED:
+            raise InvalidFieldError("outcome", outcome.name, "use COMPLETED, CANCELLED or FAILED")
+        usage = None
+        if request.HasField("usage"):
+            usage = Usage(
+                request.usage.prompt_tokens,
+                request.usage.cached_tokens,
+                request.usage.output_tokens,
+                checks.duration("usage.time_to_first_token", request.usage.time_to_first_token),
+            )
+        hints = checks.hints(request.hints) if request.HasField("hints") else None
+        registry = self._runtime.registry
+        return Operation(
+            lambda now: registry.end_turn(now, key, number, outcome, usage, hints),
+            lambda turn: pb.EndTurnResponse(turn=turn_out(turn)),
+        )
+
+    def update(
+        self, request: pb.UpdateSessionRequest
+    ) -> Operation[Session, pb.UpdateSessionResponse]:
+        """Changes hints."""
+        key = self.key(request.session_id)
+        self._checks.request_id(request.request_id)
+        session = self._runtime.registry.state.sessions.get(key)
+        if session is None:
+            raise NotFoundError("session", key.session_id)
+        if not session.active:
+            raise SessionEndedError(
+                f"session {key.session_id} has ended", session_id=key.session_id
+            )
+        hints = self._checks.hints_masked(session.hints, request.hints, request.update_mask.paths)
+        registry = self._runtime.registry
+        return Operation(
+            lambda now: registry.update_session(now, key, hints),
+            lambda _: pb.UpdateSessionResponse(session=self.session(key)),
+        )
