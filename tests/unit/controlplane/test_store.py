@@ -1,8 +1,7 @@
-"""One suite for every store, and what only a file can go through."""
+"""One suite for every store. What only a file can go through is in test_store_files.py."""
 
 from __future__ import annotations
 
-import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -34,10 +33,6 @@ from kvshuttle.controlplane.store import (
     MemoryStore,
     SqliteStore,
     Store,
-    StoreDamagedError,
-    StoreError,
-    StoreFutureError,
-    StoreLockedError,
 )
 from kvshuttle.controlplane.store.memory import at_rest
 from tests.unit.controlplane.world import KEY, World
@@ -152,79 +147,6 @@ def test_drops(box: Box) -> None:
     assert [w.ref for w in found.workers] == [worker.ref]
     box.store.commit([DropWorker(worker.ref)])
     assert not list(box.reopened().workers)
-
-
-# -- files ---------------------------------------------------------------------------------------
-
-
-def make(path: Path) -> None:
-    store = SqliteStore(path)
-    store.commit([PutTerm(1, "lineage", 0, 0)])
-    store.close()
-
-
-def test_two_control_planes_do_not_share_a_file(tmp_path: Path) -> None:
-    first = SqliteStore(tmp_path / "s.db")
-    with pytest.raises(StoreLockedError, match="in use by another"):
-        SqliteStore(tmp_path / "s.db")
-    first.close()
-    SqliteStore(tmp_path / "s.db").close()
-
-
-def test_a_newer_file_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "s.db"
-    make(path)
-    with sqlite3.connect(path) as db:
-        db.execute("PRAGMA user_version = 99")
-    db.close()
-    before = path.read_bytes()
-    with pytest.raises(StoreFutureError, match="99"):
-        SqliteStore(path)
-    assert path.read_bytes() == before
-
-
-@pytest.mark.parametrize("how", ["text", "cut", "header", "foreign", "row"])
-def test_a_damaged_file_is_left_alone(tmp_path: Path, how: str) -> None:
-    path = tmp_path / "s.db"
-    make(path)
-    whole = path.read_bytes()
-    if how == "text":
-        path.write_text("hello")
-    elif how == "cut":
-        path.write_bytes(whole[: len(whole) // 2])
-    elif how == "header":
-        path.write_bytes(b"\0" * 100 + whole[100:])
-    elif how == "foreign":
-        path.unlink()
-        with sqlite3.connect(path) as db:
-            db.execute("CREATE TABLE x (y)")
-        db.close()
-    else:
-        with sqlite3.connect(path) as db:
-            db.execute("INSERT INTO leases VALUES ('x', '{}')")
-        db.close()
-    before = path.read_bytes()
-    with pytest.raises(StoreDamagedError):
-        _open_and_load(path)
-    assert path.read_bytes() == before
-
-
-def _open_and_load(path: Path) -> None:
-    store = SqliteStore(path)
-    try:
-        store.load()
-    finally:
-        store.close()
-
-
-def test_a_missing_folder_is_said(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="make it first"):
-        SqliteStore(tmp_path / "no" / "s.db")
-
-
-def test_the_file_is_for_its_owner_only(tmp_path: Path) -> None:
-    make(tmp_path / "s.db")
-    assert (tmp_path / "s.db").stat().st_mode & 0o077 == 0
 
 
 def test_a_failed_commit_writes_nothing(tmp_path: Path) -> None:

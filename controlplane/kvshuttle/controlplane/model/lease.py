@@ -84,6 +84,7 @@ class Lease(Struct, frozen=True, array_like=True, gc=False):
     stop: Stop | None = None
     reader_stopped: bool = False
     renewal: Renewal | None = None
+    requests: tuple[str, ...] = ()
 
     @property
     def open(self) -> bool:

@@ -90,6 +90,7 @@ class Session(Struct, frozen=True, array_like=True, gc=False):
     hints: Hints = field(default_factory=Hints)
     last_prefill: str = ""
     version: int = 0
+    requests: tuple[str, ...] = ()
 
     @property
     def active(self) -> bool:

@@ -42,6 +42,8 @@ class Worker(Struct, frozen=True):
     vllm_version: str = ""
     agent_version: str = ""
     end_ns: int = 0
+    requests: tuple[str, ...] = ()
+    fenced_boots: tuple[str, ...] = ()
 
     @property
     def connected(self) -> bool:

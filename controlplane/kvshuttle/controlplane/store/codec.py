@@ -99,6 +99,7 @@ def session_to_row(session: Session) -> str:
             [hints.expected_idle_ns, int(hints.value) if hints.value is not None else None],
             session.last_prefill,
             session.version,
+            session.requests,
         ]
     )
 
@@ -117,6 +118,7 @@ def session_from_row(tenant: str, session_id: str, body: str) -> Session:
         hints=Hints(idle, SessionValue(value) if value is not None else None),
         last_prefill=row[6],
         version=row[7],
+        requests=tuple(row[8]),
     )
 
 
@@ -156,6 +158,7 @@ def lease_to_row(lease: Lease) -> str:
             else None,
             "stop": [int(lease.stop.final), lease.stop.reason] if lease.stop else None,
             "reader_stopped": lease.reader_stopped,
+            "requests": lease.requests,
         }
     )
 
@@ -188,6 +191,7 @@ def lease_from_row(lease_id: str, body: str) -> Lease:
         stats=TransferStats(*row["stats"]) if row["stats"] else None,
         stop=Stop(LeaseState(row["stop"][0]), row["stop"][1]) if row["stop"] else None,
         reader_stopped=row["reader_stopped"],
+        requests=tuple(row["requests"]),
     )
 
 
@@ -211,6 +215,8 @@ def worker_to_row(worker: Worker) -> str:
             "prefix_caching": worker.prefix_caching,
             "vllm": worker.vllm_version,
             "agent": worker.agent_version,
+            "requests": worker.requests,
+            "fenced_boots": worker.fenced_boots,
         }
     )
 
@@ -235,4 +241,6 @@ def worker_from_row(worker_id: str, body: str) -> Worker:
         prefix_caching=row["prefix_caching"],
         vllm_version=row["vllm"],
         agent_version=row["agent"],
+        requests=tuple(row["requests"]),
+        fenced_boots=tuple(row["fenced_boots"]),
     )

@@ -1,17 +1,17 @@
 """The embedded store: one SQLite file in WAL mode, each commit synced to the device.
 
 The file is locked for as long as it is open, so two control planes never share one. Before SQLite
-gets to see a file, its header is read: a file that is not ours, or of a newer schema, is refused
-untouched. The header is trustworthy because the schema is written before WAL mode is turned on.
+gets to see it, `files` has: one that is not ours, of a newer schema or damaged is refused as it is.
+What is left to find, damage inside pages and rows, is found before anything is written.
 """
 
 from __future__ import annotations
 
 import os
 import sqlite3
-import struct
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from kvshuttle.controlplane.model.effects import (
     DropLease,
@@ -23,46 +23,43 @@ from kvshuttle.controlplane.model.effects import (
     PutWorker,
 )
 from kvshuttle.controlplane.model.state import Snapshot
-from kvshuttle.controlplane.store import codec
-from kvshuttle.controlplane.store.base import (
-    StoreDamagedError,
-    StoreError,
-    StoreFutureError,
-    StoreLockedError,
+from kvshuttle.controlplane.store import codec, migrations
+from kvshuttle.controlplane.store.base import StoreError, StoreLockedError
+from kvshuttle.controlplane.store.files import (
+    APPLICATION_ID,
+    check_header,
+    check_log,
+    check_version,
+    damaged,
+    log_path,
+    size_of,
 )
+from kvshuttle.controlplane.store.migrations import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from kvshuttle.controlplane.model.effects import Record
 
-__all__ = ["APPLICATION_ID", "SCHEMA_VERSION", "SqliteStore"]
+__all__ = ["APPLICATION_ID", "LOG_BYTES", "LOG_PAGES", "SCHEMA_VERSION", "SqliteStore"]
 
-APPLICATION_ID = 0x4B565348
-"""'KVSH', in the header of the file."""
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = migrations.VERSION
+LOG_PAGES = 1_000
+"""Pages in the log after which a commit merges it into the file: 4 MB, which costs a commit some
+10 ms now and then, and bounds what a start after a crash has to read again."""
+LOG_BYTES = 16 << 20
+"""The log file is cut to this after one transaction made it larger."""
 
-_SCHEMA = """
-CREATE TABLE term (
-    one INTEGER PRIMARY KEY CHECK (one = 1),
-    epoch INTEGER NOT NULL,
-    lineage_id TEXT NOT NULL,
-    last_incarnation INTEGER NOT NULL,
-    time_ns INTEGER NOT NULL
-) STRICT;
-CREATE TABLE sessions (
-    tenant TEXT NOT NULL,
-    session_id TEXT NOT NULL,
-    body TEXT NOT NULL,
-    PRIMARY KEY (tenant, session_id)
-) STRICT, WITHOUT ROWID;
-CREATE TABLE leases (lease_id TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT, WITHOUT ROWID;
-CREATE TABLE workers (worker_id TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT, WITHOUT ROWID;
-"""
+_ROWS = {
+    "term": "one, epoch, lineage_id, last_incarnation, time_ns",
+    "sessions": "tenant, session_id, body",
+    "leases": "lease_id, body",
+    "workers": "worker_id, body, incarnation",
+}
 
 
 class SqliteStore:
-    """StoreLockedError, StoreDamagedError or StoreFutureError from the constructor and `load`.
+    """StoreError and its kinds from the constructor and `load`; then the files are as they were.
 
     `load` and `commit` may be called from different threads, one at a time.
     """
@@ -72,75 +69,105 @@ class SqliteStore:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
-        new = _check_header(self.path)
-        if new:
+        new = check_header(self.path, SCHEMA_VERSION)
+        if not new:
+            check_log(self.path)
+            if size_of(log_path(self.path)):
+                self._check_pages()
+        else:
             # Turn tokens are in it: nobody else reads it.
-            os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+            try:
+                os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, 0o600))
+            except OSError as error:
+                raise StoreError(f"{self.path} cannot be made: {error}") from error
+        self._db = self._connect("rw")
         try:
-            self._db = sqlite3.connect(
-                self.path, timeout=0, isolation_level=None, check_same_thread=False
-            )
+            self._open()
         except sqlite3.Error as error:
-            raise StoreError(f"{self.path} cannot be opened: {error}") from error
-        try:
-            self._open(new)
+            self._db.close()
+            raise _refusal(self.path, error) from error
         except BaseException:
             self._db.close()
             raise
 
-    def _open(self, new: bool) -> None:
+    def _connect(self, mode: str) -> sqlite3.Connection:
         try:
-            self._db.execute("PRAGMA locking_mode = EXCLUSIVE")
-            self._db.execute("PRAGMA synchronous = FULL")
-            if new:
-                self._db.executescript(
-                    f"BEGIN EXCLUSIVE; PRAGMA application_id = {APPLICATION_ID}; "
-                    f"PRAGMA user_version = {SCHEMA_VERSION}; {_SCHEMA} COMMIT;"
-                )
-            mode = self._db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
-            # Takes the lock and, in this locking mode, keeps it.
-            self._db.execute("BEGIN EXCLUSIVE")
-            self._db.execute("COMMIT")
-        except sqlite3.OperationalError as error:
-            if "locked" in str(error):
-                raise StoreLockedError(
-                    f"{self.path} is in use by another control plane: stop it, or give this one "
-                    "a file of its own"
-                ) from error
-            raise _damaged(self.path, error) from error
-        except sqlite3.DatabaseError as error:
-            raise _damaged(self.path, error) from error
+            return sqlite3.connect(
+                f"file:{quote(str(self.path.absolute()))}?mode={mode}",
+                uri=True,
+                timeout=0,
+                isolation_level=None,
+                check_same_thread=False,
+            )
+        except sqlite3.Error as error:
+            raise _refusal(self.path, error) from error
+
+    def _check_pages(self) -> None:
+        """Looks at everything through a connection that cannot write. Closing one that can merges
+        the log into the file, damaged or not."""
+        db = self._connect("ro")
+        try:
+            check_version(
+                self.path, db.execute("PRAGMA user_version").fetchone()[0], SCHEMA_VERSION
+            )
+            _check_structure(self.path, db)
+        except sqlite3.Error as error:
+            raise _refusal(self.path, error) from error
+        finally:
+            db.close()
+
+    def _open(self) -> None:
+        db = self._db
+        db.execute("PRAGMA locking_mode = EXCLUSIVE")
+        db.execute("PRAGMA synchronous = FULL")
+        if not db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
+            migrations.create(db, APPLICATION_ID)
+        # A damaged page can hide rows without any error; this costs half a second at a million.
+        _check_structure(self.path, db)
+        version = migrations.upgrade(db)
+        mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             raise StoreError(f"{self.path}: the file system does not support SQLite's WAL mode")
+        db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
+        db.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
+        # Takes the lock and, in this locking mode, keeps it.
+        db.execute("BEGIN EXCLUSIVE")
+        db.execute("COMMIT")
+        if version < SCHEMA_VERSION:
+            # The header of the file itself must say what it is.
+            db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    def _rows(self, table: str) -> Iterable[Sequence[Any]]:
+        for *columns, crc in self._db.execute(f"SELECT {_ROWS[table]}, crc FROM {table}"):  # noqa: S608
+            if checksum(*columns) != crc:
+                raise ValueError(f"a row of {table} is not what was written")
+            yield columns
 
     def load(self) -> Snapshot:
         """Everything that was committed. Reads every row, so damage shows here."""
         try:
-            row = self._db.execute(
-                "SELECT epoch, lineage_id, last_incarnation, time_ns FROM term"
-            ).fetchone()
-            epoch, lineage_id, last_incarnation, time_ns = row or (0, "", 0, 0)
-            select = self._db.execute
+            term = next(iter(self._rows("term")), (1, 0, "", 0, 0))
+            _, epoch, lineage_id, last_incarnation, time_ns = term
             return Snapshot(
                 epoch=epoch,
                 lineage_id=lineage_id,
                 last_incarnation=last_incarnation,
                 time_ns=time_ns,
-                sessions=[
-                    codec.session_from_row(*row)
-                    for row in select("SELECT tenant, session_id, body FROM sessions")
-                ],
-                leases=[
-                    codec.lease_from_row(*row)
-                    for row in select("SELECT lease_id, body FROM leases")
-                ],
-                workers=[
-                    codec.worker_from_row(*row)
-                    for row in select("SELECT worker_id, body FROM workers")
-                ],
+                sessions=[codec.session_from_row(*row) for row in self._rows("sessions")],
+                leases=[codec.lease_from_row(*row) for row in self._rows("leases")],
+                workers=[codec.worker_from_row(*row[:2]) for row in self._rows("workers")],
             )
-        except (sqlite3.DatabaseError, ValueError, KeyError, IndexError, TypeError) as error:
-            raise _damaged(self.path, error) from error
+        except sqlite3.Error as error:
+            raise _refusal(self.path, error) from error
+        except (ValueError, KeyError, IndexError, TypeError) as error:
+            raise damaged(self.path, error) from error
+
+    def _put(self, table: str, *columns: str | int) -> None:
+        marks = "?, " * len(columns)
+        self._db.execute(
+            f"INSERT OR REPLACE INTO {table} ({_ROWS[table]}, crc) VALUES ({marks}?)",  # noqa: S608
+            (*columns, checksum(*columns)),
+        )
 
     def commit(self, records: Iterable[Record]) -> None:
         """One transaction, synced."""
@@ -150,85 +177,57 @@ class SqliteStore:
             for record in records:
                 match record:
                     case PutSession(session):
-                        execute(
-                            "INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)",
-                            (*session.key, codec.session_to_row(session)),
-                        )
+                        self._put("sessions", *session.key, codec.session_to_row(session))
                     case DropSession(key):
                         execute("DELETE FROM sessions WHERE tenant = ? AND session_id = ?", key)
                     case PutLease(lease):
-                        execute(
-                            "INSERT OR REPLACE INTO leases VALUES (?, ?)",
-                            (lease.lease_id, codec.lease_to_row(lease)),
-                        )
+                        self._put("leases", lease.lease_id, codec.lease_to_row(lease))
                     case DropLease(lease_id):
                         execute("DELETE FROM leases WHERE lease_id = ?", (lease_id,))
                     case PutWorker(worker):
-                        execute(
-                            "INSERT OR REPLACE INTO workers VALUES (?, ?)",
-                            (worker.ref.worker_id, codec.worker_to_row(worker)),
-                        )
+                        name, incarnation = worker.ref
+                        self._put("workers", name, codec.worker_to_row(worker), incarnation)
                     case DropWorker(ref):
-                        execute(
-                            "DELETE FROM workers WHERE worker_id = ? "
-                            "AND json_extract(body, '$.incarnation') = ?",
-                            ref,
-                        )
+                        execute("DELETE FROM workers WHERE worker_id = ? AND incarnation = ?", ref)
                     case PutTerm(epoch, lineage_id, last_incarnation, time_ns):
-                        execute(
-                            "INSERT OR REPLACE INTO term VALUES (1, ?, ?, ?, ?)",
-                            (epoch, lineage_id, last_incarnation, time_ns),
-                        )
+                        self._put("term", 1, epoch, lineage_id, last_incarnation, time_ns)
             execute("COMMIT")
         except sqlite3.Error as error:
+            raise StoreError(f"{self.path} cannot be written: {error}") from error
+        finally:
             if self._db.in_transaction:
                 self._db.rollback()
-            raise StoreError(f"{self.path} cannot be written: {error}") from error
 
     def close(self) -> None:
-        """Merges the WAL and lets go of the file."""
+        """Merges the log and lets go of the file."""
         self._db.close()
 
 
-def _damaged(path: Path, error: BaseException) -> StoreDamagedError:
-    return StoreDamagedError(
-        f"{path} is damaged ({error}) and was left as it is: restore it from a copy, or move it "
-        "away to start with an empty store (agents then need --accept-lineage-change once)"
-    )
+def _check_structure(path: Path, db: sqlite3.Connection) -> None:
+    """StoreDamagedError; sqlite3.Error too."""
+    (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
+    if found != "ok":
+        raise damaged(path, found)
 
 
-def _check_header(path: Path) -> bool:
-    """Whether the file is still to be made. Reads the first 100 bytes, writes nothing."""
-    try:
-        with path.open("rb") as file:
-            header = file.read(100)
-    except FileNotFoundError:
-        if not path.parent.is_dir():
-            raise StoreError(f"{path.parent} is not a directory: make it first") from None
-        return True
-    except OSError as error:
-        raise StoreError(f"{path} cannot be read: {error}") from error
-    if not header:
-        return True
-    if len(header) < 100 or not header.startswith(b"SQLite format 3\x00"):
-        raise _damaged(path, ValueError("it is not an SQLite file"))
-    (version,) = struct.unpack_from(">i", header, 60)
-    (application,) = struct.unpack_from(">i", header, 68)
-    if application != APPLICATION_ID:
-        raise StoreDamagedError(f"{path} is an SQLite file, but not one of kvshuttle's")
-    if version > SCHEMA_VERSION:
-        raise StoreFutureError(
-            f"{path} has schema version {version}, this control plane knows {SCHEMA_VERSION}: "
-            "start a newer version"
-        )
-    if version < 1:
-        raise _damaged(path, ValueError("it has no schema version"))
-    (page_size,) = struct.unpack_from(">H", header, 16)
-    (pages,) = struct.unpack_from(">I", header, 28)
-    wal = path.with_name(path.name + "-wal")
-    # Without a WAL to be merged, the file must be as long as it says.
-    if not (wal.exists() and wal.stat().st_size) and path.stat().st_size < pages * (
-        65_536 if page_size == 1 else page_size
-    ):
-        raise _damaged(path, ValueError("it is cut short"))
-    return False
+def _refusal(path: Path, error: sqlite3.Error) -> StoreError:
+    """What an error of SQLite's means to an operator."""
+    match getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF:
+        case sqlite3.SQLITE_BUSY | sqlite3.SQLITE_LOCKED:
+            return StoreLockedError(
+                f"{path} is in use by another control plane: stop it, or give this one "
+                "a file of its own"
+            )
+        case (
+            sqlite3.SQLITE_CANTOPEN
+            | sqlite3.SQLITE_FULL
+            | sqlite3.SQLITE_IOERR
+            | sqlite3.SQLITE_NOMEM
+            | sqlite3.SQLITE_PERM
+            | sqlite3.SQLITE_READONLY
+        ):
+            return StoreError(
+                f"{path} cannot be used: {error}. Look at the space on its file system, at its "
+                "permissions and at the system's log; what was committed is in it"
+            )
+    return damaged(path, error)

@@ -1,0 +1,109 @@
+"""The schema, as the ordered steps that lead to it from an empty file.
+
+A step is never changed once it was on the main branch: files that went through it exist. What it
+needs to know of rows is written out here and not shared with the codec, which moves on.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Callable, Sequence
+from zlib import crc32
+
+__all__ = ["STEPS", "VERSION", "Step", "checksum", "create", "upgrade"]
+
+Step = Callable[[sqlite3.Connection], None]
+
+
+def checksum(*columns: str | int | bytes) -> int:
+    """What a row's `crc` must be, from its other columns in order. SQLite has no checksums of its
+    own: without this a flipped bit inside a row's text would be taken for what was stored."""
+    value = 0
+    for column in columns:
+        data = column if isinstance(column, bytes) else str(column).encode()
+        # The length keeps ("a", "bc") and ("ab", "c") apart.
+        value = crc32(data, crc32(len(data).to_bytes(4, "little"), value))
+    return value
+
+
+def _statements(script: str) -> Step:
+    def run(db: sqlite3.Connection) -> None:
+        # Not executescript, which would commit the transaction around it.
+        for statement in script.split(";"):
+            db.execute(statement.strip())
+
+    return run
+
+
+_tables = _statements("""
+CREATE TABLE term (
+    one INTEGER PRIMARY KEY CHECK (one = 1),
+    epoch INTEGER NOT NULL,
+    lineage_id TEXT NOT NULL,
+    last_incarnation INTEGER NOT NULL,
+    time_ns INTEGER NOT NULL
+) STRICT;
+CREATE TABLE sessions (
+    tenant TEXT NOT NULL,
+    session_id TEXT NOT NULL,
+    body TEXT NOT NULL,
+    PRIMARY KEY (tenant, session_id)
+) STRICT, WITHOUT ROWID;
+CREATE TABLE leases (lease_id TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT, WITHOUT ROWID;
+CREATE TABLE workers (worker_id TEXT PRIMARY KEY, body TEXT NOT NULL) STRICT, WITHOUT ROWID
+""")
+
+_checksums_and_requests = _statements("""
+ALTER TABLE workers ADD COLUMN incarnation INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE workers ADD COLUMN crc INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE leases ADD COLUMN crc INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE sessions ADD COLUMN crc INTEGER NOT NULL DEFAULT 0;
+ALTER TABLE term ADD COLUMN crc INTEGER NOT NULL DEFAULT 0;
+UPDATE sessions SET body = json_insert(body, '$[#]', json('[]'));
+UPDATE leases SET body = json_set(body, '$.requests', json('[]'));
+UPDATE workers SET
+    incarnation = json_extract(body, '$.incarnation'),
+    body = json_set(body, '$.requests', json('[]'), '$.fenced_boots',
+        CASE json_extract(body, '$.fenced')
+            WHEN 1 THEN json_array(json_extract(body, '$.boot')) ELSE json('[]') END);
+UPDATE sessions SET crc = row_crc(tenant, session_id, body);
+UPDATE leases SET crc = row_crc(lease_id, body);
+UPDATE workers SET crc = row_crc(worker_id, body, incarnation);
+UPDATE term SET crc = row_crc(one, epoch, lineage_id, last_incarnation, time_ns)
+""")
+
+STEPS: tuple[Step, ...] = (_tables, _checksums_and_requests)
+"""Step n makes version n + 1 of version n. A new one goes to the end."""
+
+VERSION = len(STEPS)
+
+
+def _numbered(db: sqlite3.Connection, steps: Sequence[Step], first: int, also: str = "") -> None:
+    """Runs steps in one transaction, which also leaves the version that they lead to."""
+    db.create_function("row_crc", -1, checksum, deterministic=True)
+    db.execute("BEGIN EXCLUSIVE")
+    try:
+        for step in steps:
+            step(db)
+        if also:
+            db.execute(also)
+        db.execute(f"PRAGMA user_version = {first + len(steps) - 1}")
+        db.execute("COMMIT")
+    except BaseException:
+        if db.in_transaction:
+            db.execute("ROLLBACK")
+        raise
+
+
+def create(db: sqlite3.Connection, application_id: int, steps: Sequence[Step] = STEPS) -> None:
+    """Makes an empty file a store of the newest version: all of it, or nothing."""
+    _numbered(db, steps, 1, f"PRAGMA application_id = {application_id}")
+
+
+def upgrade(db: sqlite3.Connection, steps: Sequence[Step] = STEPS) -> int:
+    """Brings a file to the newest version, each step in a transaction of its own: a crash leaves
+    the file at one version or at the next. Returns the version that it had."""
+    (version,) = db.execute("PRAGMA user_version").fetchone()
+    for number, step in enumerate(steps[version:], version + 1):
+        _numbered(db, (step,), number)
+    return int(version)
