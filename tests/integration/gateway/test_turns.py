@@ -135,13 +135,15 @@ async def test_transfer_parameters_from_outside_are_dropped(
     await gateway.chat(
         kv_transfer_params=evil,
         extra_body={"kv_transfer_params": evil, "keep": 1},
-        vllm_xargs={"kv_transfer_params": "x", "keep": 2},
+        vllm_xargs={"kv_transfer_params": "x", "ec_transfer_params": "y", "keep": 2},
+        ec_transfer_params={"do_remote_encode": True},
     )
 
     for engine in (prefill, decode):
         body = engine.received[0].body
         assert body["kv_transfer_params"]["kvshuttle"]["turn_token"] == "token-1"
         assert "do_remote_prefill" not in body["kv_transfer_params"]
+        assert "ec_transfer_params" not in body
         assert body["extra_body"] == {"keep": 1}
         assert body["vllm_xargs"] == {"keep": 2}
     assert await gateway.metric("kvshuttle_gateway_dropped_kv_transfer_params_total") == 1

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshuttle.gateway.body import (
+    TRANSFER_PARAMS,
     Route,
     estimate_prompt_tokens,
     is_disaggregable,
@@ -29,7 +30,7 @@ json_values = st.recursive(
 )
 
 
-@given(st.dictionaries(st.text().filter(lambda name: name != "kv_transfer_params"), json_values))
+@given(st.dictionaries(st.text().filter(lambda name: name not in TRANSFER_PARAMS), json_values))
 def test_decode_leg_means_what_the_client_sent(fields: dict[str, Any]) -> None:
     for name in ("extra_body", "vllm_xargs"):
         fields.pop(name, None)
@@ -78,3 +79,5 @@ def test_without_kv_params() -> None:
         assert without_kv_params(untouched) == untouched
     raw = b'{"a": "\\ud83d", "kv_transfer_params": {"x": 1}}'
     assert json.loads(without_kv_params(raw)) == {"a": "\ud83d"}
+    raw = b'{"a": 1, "kv_transfer_params": null, "ec_transfer_params": {"x": 1}}'
+    assert json.loads(without_kv_params(raw)) == {"a": 1, "kv_transfer_params": None}

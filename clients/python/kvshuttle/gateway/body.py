@@ -15,6 +15,9 @@ Route = Literal["chat", "completions"]
 Leg = Literal["prefill", "decode"]
 
 KV_PARAMS = "kv_transfer_params"
+# What tells an engine to move memory: only the gateway may say it. The second is the same for
+# encoder caches, of which kvshuttle makes no use.
+TRANSFER_PARAMS = (KV_PARAMS, "ec_transfer_params")
 # Where vLLM, or a client library that was used wrongly, could carry the parameters too: vLLM puts
 # the entries of vllm_xargs next to kv_transfer_params into a request's extra arguments.
 _CARRIERS = ("extra_body", "vllm_xargs")
@@ -87,11 +90,13 @@ def parse(route: Route, raw: bytes) -> RequestBody:
             param="body",
             code="invalid_json",
         )
-    dropped = fields.pop(KV_PARAMS, None) is not None
+    dropped = False
+    for name in TRANSFER_PARAMS:
+        dropped |= fields.pop(name, None) is not None
     for carrier in _CARRIERS:
         inner = fields.get(carrier)
-        if isinstance(inner, dict) and KV_PARAMS in inner:
-            fields[carrier] = {name: value for name, value in inner.items() if name != KV_PARAMS}
+        if isinstance(inner, dict) and not inner.keys().isdisjoint(TRANSFER_PARAMS):
+            fields[carrier] = {k: v for k, v in inner.items() if k not in TRANSFER_PARAMS}
             dropped = True
     return RequestBody(route, fields, dropped)
 
@@ -184,17 +189,19 @@ def _text_length(value: Any) -> int:
 def without_kv_params(raw: bytes) -> bytes:
     """A response body without what the engine says about the transfer.
 
-    vLLM always writes the field; `null` says nothing, so such a body stays byte for byte.
+    vLLM always writes the fields; `null` says nothing, so such a body stays byte for byte.
     """
-    if b'"kv_transfer_params"' not in raw:
+    if not any(f'"{name}"'.encode() in raw for name in TRANSFER_PARAMS):
         return raw
     try:
         fields = json.loads(raw)
     except ValueError:
         return raw
-    if not isinstance(fields, dict) or fields.get(KV_PARAMS) is None:
+    if not isinstance(fields, dict) or all(fields.get(name) is None for name in TRANSFER_PARAMS):
         return raw
-    del fields[KV_PARAMS]
+    for name in TRANSFER_PARAMS:
+        if fields.get(name) is not None:
+            del fields[name]
     return json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode(
         "utf-8", "surrogatepass"
     )
