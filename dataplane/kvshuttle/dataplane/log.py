@@ -19,7 +19,9 @@ def get_logger(part: str) -> Any:
     """
     renderer: Any = structlog.processors.JSONRenderer()
     if os.environ.get("KVSHUTTLE_LOG_FORMAT") == "console":
-        renderer = structlog.dev.ConsoleRenderer(colors=False)
+        renderer = structlog.dev.ConsoleRenderer(
+            colors=False, exception_formatter=structlog.dev.plain_traceback
+        )
     return structlog.wrap_logger(
         structlog.PrintLogger(sys.stderr),
         processors=[

@@ -30,7 +30,13 @@ def configure(settings: GatewaySettings) -> None:
     if settings.log_format == "json":
         renderer = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
     else:
-        renderer = [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        # Where rich is installed, structlog's default prints every frame's variables, prompts and
+        # keys among them; and takes minutes over a deep stack.
+        renderer = [
+            structlog.dev.ConsoleRenderer(
+                colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            )
+        ]
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
