@@ -72,6 +72,22 @@ async def test_a_session_id_that_cannot_be_one_is_a_400(
     assert "256" in response.json()["error"]["message"]
 
 
+async def test_headers_that_are_not_ascii_reach_the_engines_as_they_came(
+    gateway: RunningGateway, prefill: FakeEngine, decode: FakeEngine
+) -> None:
+    response = await gateway.http.post(
+        "/v1/chat/completions",
+        json=CHAT,
+        headers={b"x-request-id": "né-1".encode(), b"traceparent": b"\xff"},
+    )
+
+    assert response.status_code == 200
+    for engine in (prefill, decode):
+        headers = engine.received[0].headers
+        assert headers["x-request-id"].encode("latin-1") == "né-1".encode()
+        assert headers["traceparent"] == "\xff"
+
+
 async def test_keys_name_the_tenant_and_never_reach_an_engine(
     control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine, tmp_path: Path
 ) -> None:

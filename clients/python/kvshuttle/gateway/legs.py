@@ -144,9 +144,15 @@ class EngineHttp:
         """A short read from an engine. Raises httpx.HTTPError."""
         return await self._client.get(url + path, timeout=self._settings.probe_timeout_s)
 
-    def _headers(self, client_headers: Mapping[str, str]) -> dict[str, str]:
-        forwarded = {name: client_headers[name] for name in _FORWARDED if name in client_headers}
-        return {**forwarded, **self._own_headers}
+    def _headers(self, client_headers: Mapping[str, str]) -> dict[bytes, bytes]:
+        # As bytes, as they came: httpx would refuse a text that is not ASCII.
+        forwarded = {
+            name.encode(): client_headers[name].encode("latin-1")
+            for name in _FORWARDED
+            if name in client_headers
+        }
+        own = {name.encode(): value.encode() for name, value in self._own_headers.items()}
+        return {**forwarded, **own}
 
     def observe(self, leg: Leg, result: str, started: float) -> None:
         """Counts a leg that has ended."""
