@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshuttle.gateway.body import (
+    MAX_DEPTH,
     TRANSFER_PARAMS,
     Route,
     estimate_prompt_tokens,
@@ -18,6 +19,7 @@ from kvshuttle.gateway.body import (
     parse,
     without_kv_params,
 )
+from kvshuttle.gateway.errors import ApiError
 
 json_values = st.recursive(
     st.none()
@@ -72,6 +74,24 @@ def test_estimate() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:" + "A" * 10_000}}
     with_image = tokens("chat", messages=[{"content": [image, {"text": "x" * 400}]}])
     assert 100 <= with_image < 150
+
+
+@pytest.mark.parametrize("form", ["[", '{"a":'])
+def test_nesting_is_bounded_before_anything_walks_it(form: str) -> None:
+    def body(depth: int) -> bytes:
+        close = "]" if form == "[" else "}"
+        return f'{{"tools":{form * depth}1{close * depth}}}'.replace("[1]", "[]").encode()
+
+    deepest = parse("chat", body(MAX_DEPTH - 1))
+    assert estimate_prompt_tokens(deepest) == 0
+    for depth in (MAX_DEPTH, 500, 900, 100_000):
+        with pytest.raises(ApiError, match="nested too deeply"):
+            parse("chat", body(depth))
+
+
+def test_wide_is_not_deep() -> None:
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x"}]}] * 1_000
+    parse("chat", json.dumps({"messages": messages}).encode())
 
 
 def test_without_kv_params() -> None:

@@ -6,7 +6,7 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
-from kvshuttle.gateway.errors import bad_request
+from kvshuttle.gateway.errors import ApiError, bad_request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -36,6 +36,10 @@ _NOT_IN_PREFILL = (
     "return_token_ids",
     "return_prompt_text",
 )
+
+# Far beyond what any request needs, and far below what Python's own recursion bears: whatever walks
+# a body later (this module, the JSON encoder, the engine) may rely on it.
+MAX_DEPTH = 100
 
 # A guess for texts of unknown language and tokenizer; the planner corrects it by what it learns.
 _CHARS_PER_TOKEN = 4
@@ -68,9 +72,7 @@ def parse(route: Route, raw: bytes) -> RequestBody:
             code="invalid_json",
         ) from None
     except RecursionError:
-        raise bad_request(
-            "The request body is nested too deeply. Flatten it.", param="body", code="invalid_json"
-        ) from None
+        raise _too_deep() from None
     except json.JSONDecodeError as error:
         raise bad_request(
             f"The request body is not valid JSON: {error.msg} at line {error.lineno}, column "
@@ -90,6 +92,9 @@ def parse(route: Route, raw: bytes) -> RequestBody:
             param="body",
             code="invalid_json",
         )
+    # Each level needs a bracket: few requests have enough of them to be looked through.
+    if raw.count(b"[") + raw.count(b"{") > MAX_DEPTH and _depth_exceeds(fields, MAX_DEPTH):
+        raise _too_deep()
     dropped = False
     for name in TRANSFER_PARAMS:
         dropped |= fields.pop(name, None) is not None
@@ -99,6 +104,29 @@ def parse(route: Route, raw: bytes) -> RequestBody:
             fields[carrier] = {k: v for k, v in inner.items() if k not in TRANSFER_PARAMS}
             dropped = True
     return RequestBody(route, fields, dropped)
+
+
+def _too_deep() -> ApiError:
+    return bad_request(
+        f"The request body is nested too deeply. Flatten it to {MAX_DEPTH} levels.",
+        param="body",
+        code="invalid_json",
+    )
+
+
+def _depth_exceeds(value: Any, limit: int) -> bool:
+    """Whether lists and objects are nested in more levels than `limit`; without recursion."""
+    level = [value]
+    for _ in range(limit):
+        level = [
+            inner
+            for outer in level
+            for inner in (outer.values() if isinstance(outer, dict) else outer)
+            if isinstance(inner, dict | list)
+        ]
+        if not level:
+            return False
+    return True
 
 
 def _refuse_constant(name: str) -> NoReturn:
