@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from pydantic import ValidationError
 
+from kvshuttle.controlplane.settings import Settings as ControlPlaneSettings
 from kvshuttle.gateway.auth import Authenticator, KeyFileError
 from kvshuttle.gateway.settings import GatewaySettings, load
 
@@ -46,6 +47,11 @@ def test_flags_repeat() -> None:
 def test_refused(argv: list[str], word: str) -> None:
     with pytest.raises(ValidationError, match=word):
         load(argv)
+
+
+def test_it_looks_for_the_control_plane_where_that_listens() -> None:
+    listens = ControlPlaneSettings(insecure=True).api_address
+    assert load([]).control_plane == listens
 
 
 def test_exposed_on_purpose() -> None:

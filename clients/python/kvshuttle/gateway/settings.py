@@ -79,7 +79,7 @@ class GatewaySettings(BaseSettings):
 
     # Control plane
     control_plane: str = Field(
-        "127.0.0.1:50051", description="gRPC target of the control plane, host:port."
+        "127.0.0.1:7400", description="gRPC target of the control plane, host:port."
     )
     control_plane_ca_file: Path | None = Field(
         None, description="CA of the control plane's certificate; turns TLS on."
