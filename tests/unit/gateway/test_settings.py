@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import pytest
 from pydantic import ValidationError
 
-from kvshuttle.controlplane.settings import Settings as ControlPlaneSettings
+from kvshuttle.controlplane.settings import load as load_control_plane
 from kvshuttle.gateway.auth import Authenticator, KeyFileError
 from kvshuttle.gateway.settings import GatewaySettings, load
 
@@ -50,8 +50,7 @@ def test_refused(argv: list[str], word: str) -> None:
 
 
 def test_it_looks_for_the_control_plane_where_that_listens() -> None:
-    listens = ControlPlaneSettings(insecure=True).api_address
-    assert load([]).control_plane == listens
+    assert load([]).control_plane == load_control_plane(["--insecure"]).api_address
 
 
 def test_exposed_on_purpose() -> None:
