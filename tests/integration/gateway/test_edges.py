@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import json
 import signal
@@ -59,6 +60,59 @@ async def test_too_large_a_body_is_a_413(control: FakeControlPlane) -> None:
         chunked = await gateway.http.post("/v1/completions", content=in_pieces())
     assert (announced.status_code, chunked.status_code) == (413, 413)
     assert "--max-body-bytes" in announced.json()["error"]["message"]
+
+
+async def _say(gateway: RunningGateway, data: bytes) -> bytes:
+    """Sends raw bytes, leaves the connection open, and returns what comes until it is closed."""
+    host, _, port = gateway.server.url.removeprefix("http://").partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        return await asyncio.wait_for(reader.read(), PATIENCE_S)
+    except ConnectionError:  # closed while we still sent
+        return b""
+    finally:
+        writer.close()
+
+
+LINE = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+
+
+@pytest.mark.parametrize("junk", [b"x-junk: " + b"a" * 2_000_000, b"x-j: a\r\n" * 200_000])
+async def test_endless_headers_are_cut_off(control: FakeControlPlane, junk: bytes) -> None:
+    async with running_gateway(control_plane=control.target) as gateway:
+        answer = await _say(gateway, LINE + junk)
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")
+        # Longer than the bound by little: the client has sent all, so it sees the answer.
+        answer = await _say(gateway, LINE + junk[:66_000])
+        assert answer.startswith(b"HTTP/1.1 431 ")
+        assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["param"] == "headers"
+
+
+@pytest.mark.parametrize("head", [b"", LINE])
+async def test_headers_that_do_not_come_close_the_connection(
+    control: FakeControlPlane, head: bytes
+) -> None:
+    async with running_gateway(control_plane=control.target, header_timeout_s=0.2) as gateway:
+        assert (await _say(gateway, head)).startswith(b"HTTP/1.1 408 ")
+
+
+async def test_slow_answers_and_many_requests_on_a_connection_are_not_late_headers(
+    control: FakeControlPlane, decode: FakeEngine
+) -> None:
+    control.placements = [(None, ("d", decode.url))]
+    async with running_gateway(
+        control_plane=control.target, header_timeout_s=0.2, max_header_bytes=400
+    ) as gateway:
+        for _ in range(4):
+            decode.script.before_answer = asyncio.Event()
+            asked = asyncio.create_task(gateway.chat())
+            await asyncio.sleep(0.3)
+            decode.script.before_answer.set()
+            assert (await asked).status_code == 200
+            await asyncio.sleep(0.3)
 
 
 @pytest.mark.parametrize("session_id", ["x" * 257, "tab\tinside", ""])

@@ -14,6 +14,7 @@ import structlog
 import uvicorn
 
 from kvshuttle.gateway.app import create_app
+from kvshuttle.gateway.http import bounded_http
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -37,7 +38,7 @@ class GatewayServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 create_app(settings),
-                http="httptools",
+                http=bounded_http(settings.max_header_bytes, settings.header_timeout_s),
                 ws="none",
                 lifespan="on",
                 log_config=None,

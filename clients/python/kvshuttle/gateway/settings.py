@@ -58,6 +58,14 @@ class GatewaySettings(BaseSettings):
     max_body_bytes: int = Field(
         32 * 1024 * 1024, gt=0, description="Largest request body; larger ones are answered 413."
     )
+    max_header_bytes: int = Field(
+        64 * 1024,
+        gt=0,
+        description="Longest request line and headers; longer ones are answered 431.",
+    )
+    header_timeout_s: Seconds = Field(
+        30.0, description="How long a client may take to send its headers; also the first ones."
+    )
     body_timeout_s: Seconds = Field(
         60.0, description="How long a client may take to send its request."
     )
