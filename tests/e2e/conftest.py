@@ -131,16 +131,19 @@ def logs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return tmp_path_factory.mktemp("logs")
 
 
+def store_args(logs: Path) -> list[str]:
+    """On disk, so that the control plane can be stopped and started between turns."""
+    return ["--store", str(logs / "controlplane.sqlite")]
+
+
 @pytest.fixture(scope="session")
 def engines(logs: Path) -> Iterator[tuple[Stack, ControlPlane, Engine, Engine, Engine]]:
     """Control plane, prefill, decode and the plain engine, started side by side."""
     assert (TINY / "config.json").exists(), "no model: run `make model`"
     cpus = engine_cpus()
     with Stack() as stack:
-        # On disk, so that it can be stopped and started between turns.
-        control_plane = ControlPlane(
-            directory=logs, extra_args=["--store", str(logs / "controlplane.sqlite")]
-        )
+        # Lazy by default: what a request waits for is what most tests are about.
+        control_plane = ControlPlane(directory=logs, extra_args=[*store_args(logs), "--no-eager"])
         stack.start(control_plane)
         prefill, decode = (
             Engine(

@@ -186,6 +186,21 @@ class Planner:
                 return word
         return "NO_REPLICA"
 
+    # -- predicting ----------------------------------------------------------------------------
+    def recompute_ns(self, worker_id: str, tokens: int) -> int:
+        """How long a worker takes to compute so many prompt tokens."""
+        return int(tokens * SECOND / (self.prefill_rate(worker_id) or PREFILL_TOKENS_PER_S))
+
+    def transfer_ns(self, source: Worker, destination: Worker, num_blocks: float) -> int:
+        """How long it takes to move so many blocks."""
+        link = self.link_rate(source.ref.worker_id, destination.ref.worker_id) or LINK_BYTES_PER_S
+        return OVERHEAD_NS + int(num_blocks * source.bytes_per_block * SECOND / link)
+
+    def cheaper_to_move(self, replica: Replica, source: Worker, destination: Worker) -> bool:
+        """Whether moving all of a replica is faster than computing it."""
+        recompute = self.recompute_ns(destination.ref.worker_id, replica.num_tokens)
+        return self.transfer_ns(source, destination, replica.num_blocks) < recompute
+
     # -- planning ------------------------------------------------------------------------------
     def plan(self, choice: Choice, policy: ReturnPolicy, prompt_tokens: int) -> Plan:
         """Return where moving is predicted cheaper than computing again. What prefill has in its
@@ -200,11 +215,9 @@ class Planner:
         # A prompt that is known to be short cannot use more than itself.
         useful = min(reusable, prompt_tokens) if prompt_tokens else reusable
         source, destination = choice.decode, choice.prefill
-        rate = self.prefill_rate(destination.ref.worker_id) or PREFILL_TOKENS_PER_S
-        link = self.link_rate(source.ref.worker_id, destination.ref.worker_id) or LINK_BYTES_PER_S
-        size = replica.num_blocks * source.bytes_per_block * useful / max(reusable, 1)
-        recompute_ns = int(useful * SECOND / rate)
-        transfer_ns = OVERHEAD_NS + int(size * SECOND / link)
+        recompute_ns = self.recompute_ns(destination.ref.worker_id, useful)
+        share = useful / max(reusable, 1)
+        transfer_ns = self.transfer_ns(source, destination, replica.num_blocks * share)
 
         def decided(mode: ReturnMode, reason: str) -> Plan:
             return Plan(mode, reason, reusable, recompute_ns, transfer_ns)

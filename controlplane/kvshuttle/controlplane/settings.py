@@ -140,7 +140,11 @@ class Settings(BaseSettings):
     lookup_wait_ms: float = Field(
         _D.lookup_wait_ns / 1e6,
         ge=0,
-        description="Longest time for which a request is held back, waiting for its grant",
+        description="Shortest limit of the time for which a request waits for its grant; it is "
+        "longer where computing is predicted to take longer",
+    )
+    eager: bool = Field(
+        _D.eager, description="Return what a turn leaves at once, not when the next turn comes"
     )
     min_tokens: int = Field(
         _D.min_tokens, ge=1, description="Fewer missing tokens than this are computed, not moved"
@@ -269,6 +273,7 @@ class Settings(BaseSettings):
             silence_ns=ns(self.silence),
             retention_ns=ns(self.retention),
             lookup_wait_ns=int(self.lookup_wait_ms * 1e6),
+            eager=self.eager,
             min_tokens=self.min_tokens,
             turn_timeout_ns=ns(self.turn_timeout),
             leased_share_worker=self.leased_share,

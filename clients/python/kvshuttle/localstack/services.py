@@ -43,7 +43,8 @@ class _Service(ManagedProcess):
 class ControlPlane(_Service):
     """`python -m kvshuttle.controlplane`, insecure, on one loopback port that it keeps.
 
-    It forgets everything at its end, unless `extra_args` name another `--store`.
+    It forgets everything at its end, unless `extra_args` name another `--store`. They may be
+    changed between two starts.
     """
 
     def __init__(
@@ -59,10 +60,14 @@ class ControlPlane(_Service):
                 self.target,
                 "--insecure",
                 *store,
-                *extra_args,
             ],
             directory=directory,
         )
+        self.extra_args = list(extra_args)
+
+    def argv(self) -> list[str]:
+        """With the present `extra_args`."""
+        return [*super().argv(), *self.extra_args]
 
 
 class Gateway(_Service):

@@ -46,6 +46,7 @@ class ExpectTurn(Struct, frozen=True, gc=False):
     lookup_wait_ns: int
     retention_ns: int
     min_tokens: int
+    replica_blocks: int = 0
 
 
 class ForgetTurn(Struct, frozen=True, gc=False):
@@ -79,6 +80,8 @@ class Grant(Struct, frozen=True, gc=False):
     blocks: Descriptors
     ttl_ns: int
     as_of: int
+    # Whose session it is brought back for, where no turn waits for it.
+    eager_for: SessionKey | None = None
 
 
 class Extend(Struct, frozen=True, gc=False):

@@ -92,6 +92,11 @@ class Lease(Struct, frozen=True, array_like=True, gc=False):
         return self.state.open
 
     @property
+    def eager(self) -> bool:
+        """Whether no turn waits for it: it brings back what an ended turn left."""
+        return not self.turn_token
+
+    @property
     def order(self) -> tuple[int, int]:
         """Age: grows with every lease made, over restarts too."""
         return (self.epoch, self.seq)

@@ -175,6 +175,7 @@ def hardened(w: Work, ref: WorkerRef, lease_id: str, version: int, blocks: Descr
             blocks,
             lease.ttl_ns,
             destination.clock,
+            lease.key if lease.eager else None,
         ),
     )
     w.fact(

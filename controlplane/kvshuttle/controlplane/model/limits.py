@@ -110,8 +110,12 @@ class Limits:
 
     # -- turns and sessions --------------------------------------------------------------------
     lookup_wait_ns: int = 300 * MS
-    """Longest time for which a lookup holds a request back, waiting for its grant: a harden and
-    a grant take some ms on idle engines and one step on a busy one."""
+    """Shortest limit of the time for which a lookup holds a request back, waiting for its grant: a
+    harden and a grant take some ms on idle engines and one step on a busy one. Where computing the
+    range is predicted to take longer, the limit is that: who waits as long as the alternative
+    takes loses at most a factor of two, whatever happens."""
+    lookup_wait_max_ns: int = 10 * SECOND
+    """However long computing would take: a grant that is not there by now will not come."""
     min_tokens: int = 64
     """Fewer missing tokens than this are never loaded: a step costs more than it spares."""
     turn_timeout_ns: int = 600 * SECOND
@@ -130,6 +134,13 @@ class Limits:
     """How long an ended session stays listed."""
     ended_turns_kept: int = 4
     """Ended turns that a session remembers, so that a late retry finds its turn."""
+    eager: bool = True
+    """Whether what a turn leaves is returned at once."""
+    eager_leases_per_worker: int = 8
+    """Eager returns open at once a reader: enough to keep a link busy through their round trips,
+    few enough that one more request's own read is not long in the same queue."""
+    eager_waiting_per_worker: int = 1_000
+    """Sessions that wait for such a place; beyond it they come back lazily."""
     replicas_per_session: int = 32
     """More branches than this on one worker: the shortest is released."""
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, cast
 
 from kvshuttle.controlplane.model import (
+    eager_events,
     lease_events,
     replica_events,
     turn_events,
@@ -99,6 +100,7 @@ class Registry:
             state.leases[lease.lease_id] = lease
             if lease.open:
                 state.open_leases.add(lease.lease_id)
+                state.eager_on[lease.destination.worker_id] += lease.eager
                 pending = lease.state is LeaseState.PENDING
                 final = LeaseState.REVOKED if pending else LeaseState.EXPIRED
                 ended = lease.ended(final, "EPOCH_CHANGED", now_ns)
@@ -235,6 +237,7 @@ def _after_lease(w: Work, before: Lease) -> None:
     lease = w.state.leases.get(before.lease_id)
     if before.open and lease is not None and not lease.open:
         replica_events.release_after_forward(w, lease)
+        eager_events.ended(w, lease)
 
 
 class AgentBatch:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvshuttle.controlplane.model import lease_events
+from kvshuttle.controlplane.model import eager_events, lease_events
 from kvshuttle.controlplane.model.commands import ReleaseReplica, RetainReplica, Revoke
 from kvshuttle.controlplane.model.replica import Replica
 from kvshuttle.controlplane.model.retention import retention_ns
@@ -68,6 +68,8 @@ def offered(w: Work, ref: WorkerRef, report: ReplicaReport) -> None:
         announced = turn.retention_ns if turn is not None else wanted
         if wanted != announced:
             w.command(ref, RetainReplica(report.key, report.head_hash, wanted))
+        if turn is not None:
+            eager_events.consider(w, report.key, turn, replica)
 
 
 def _forward(w: Work, key: SessionKey, turn: Turn, replica: Replica) -> None:
@@ -128,6 +130,7 @@ def forget_worker(w: Work, worker_id: str) -> None:
     for key, head_hash in list(w.state.replicas_of.get(worker_id, ())):
         w.drop_replica(key, w.state.replicas[key][(worker_id, head_hash)])
     w.state.replicas_of.pop(worker_id, None)
+    w.state.eager_waiting.pop(worker_id, None)
 
 
 def inventory(w: Work, ref: WorkerRef, reports: tuple[ReplicaReport, ...]) -> None:

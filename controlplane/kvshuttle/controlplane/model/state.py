@@ -97,7 +97,15 @@ class State:
     # Leases whose reader may still read, by either worker: open ones, and ended ones whose
     # destination has not said that it stopped.
     leases_of: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    # Open ones; those that are eager belong to their session and are not among them.
     leases_of_turn: dict[TurnName, set[str]] = field(default_factory=lambda: defaultdict(set))
+    # Eager returns: the open one of a session, how many a reader has open, and what waits there
+    # (turn, head hash), oldest first.
+    eager_of: dict[SessionKey, str] = field(default_factory=dict)
+    eager_on: Counter[str] = field(default_factory=Counter)
+    eager_waiting: dict[str, dict[SessionKey, tuple[int, bytes]]] = field(
+        default_factory=lambda: defaultdict(dict)
+    )
     agenda: Agenda = field(default_factory=Agenda)
     ledger: Ledger = field(default_factory=Ledger)
 

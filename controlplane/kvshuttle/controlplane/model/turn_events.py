@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from kvshuttle.controlplane.model import admission, lease_events
+from kvshuttle.controlplane.model import admission, eager_events, lease_events
 from kvshuttle.controlplane.model.commands import (
     ExpectTurn,
     ForgetTurn,
@@ -93,6 +93,8 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
     plan = w.planner.plan(choice, ask.policy, ask.prompt_tokens)
     prefill = choice.prefill
     if plan.return_mode is ReturnMode.LAZY and prefill is not None and choice.replica is not None:
+        plan = eager_events.plan_with(w, ask.key, plan, choice.replica, prefill)
+    if plan.return_mode is ReturnMode.LAZY and prefill is not None and choice.replica is not None:
         why_not = lease_events.admit(
             w, ask.key, Direction.RETURN, choice.replica, choice.decode, prefill
         )
@@ -114,17 +116,35 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
     for placement in turn.placements():
         state.turns_on[placement.worker.worker_id] += 1
     state.agenda.add(w.now_ns + w.limits.turn_timeout_ns, Due.TURN, (ask.key, turn.number))
-    lease_id = ""
+    lease_id = eager_events.awaited(w, ask.key, plan)
     if plan.return_mode is ReturnMode.LAZY and prefill is not None and choice.replica is not None:
         lease = lease_events.make(
             w, ask.key, turn.number, turn.token, Direction.RETURN, choice.replica, prefill
         )
         lease_id = lease.lease_id
     if prefill is not None:
-        expect(w, ask.key, turn, Leg.PREFILL, lease_id=lease_id)
+        returned = plan.return_mode in (ReturnMode.LAZY, ReturnMode.EAGER)
+        expect(
+            w,
+            ask.key,
+            turn,
+            Leg.PREFILL,
+            lease_id=lease_id,
+            replica_blocks=choice.replica.num_blocks if choice.replica and returned else 0,
+            spares_ns=plan.predicted_recompute_ns,
+        )
     # Nothing is loaded for a prompt that is known to be shorter than that.
     short = 0 < ask.prompt_tokens < w.limits.min_tokens
-    expect(w, ask.key, turn, Leg.DECODE, follows=prefill is not None and not short)
+    expect(
+        w,
+        ask.key,
+        turn,
+        Leg.DECODE,
+        follows=prefill is not None and not short,
+        spares_ns=w.planner.recompute_ns(
+            choice.decode.ref.worker_id, max(ask.prompt_tokens, plan.reusable_tokens)
+        ),
+    )
     w.fact(
         "turn_begun",
         tenant=ask.key.tenant,
@@ -141,9 +161,17 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
 
 
 def expect(
-    w: Work, key: SessionKey, turn: Turn, leg: Leg, lease_id: str = "", follows: bool = False
+    w: Work,
+    key: SessionKey,
+    turn: Turn,
+    leg: Leg,
+    lease_id: str = "",
+    follows: bool = False,
+    replica_blocks: int = 0,
+    spares_ns: int = 0,
 ) -> None:
-    """Tells a leg's agent what it may read."""
+    """Tells a leg's agent what it may read. `spares_ns` is what computing it would take: waiting
+    longer than that for it cannot pay."""
     placement = turn.prefill if leg is Leg.PREFILL else turn.decode
     assert placement is not None
     w.command(
@@ -155,12 +183,15 @@ def expect(
             leg=leg,
             lease_id=lease_id,
             lease_follows=follows,
-            lookup_wait_ns=w.limits.lookup_wait_ns,
+            lookup_wait_ns=min(
+                max(spares_ns, w.limits.lookup_wait_ns), w.limits.lookup_wait_max_ns
+            ),
             # Prefill holds only until decode has read; what decode leaves is the session's.
             retention_ns=(
                 w.limits.prefill_retention_ns if leg is Leg.PREFILL else turn.retention_ns
             ),
             min_tokens=w.limits.min_tokens,
+            replica_blocks=replica_blocks,
         ),
     )
 
@@ -292,6 +323,7 @@ def end_session(w: Work, key: SessionKey) -> Session:
     for turn in session.running():
         workers |= {p.worker for p in turn.placements()}
         end(w, key, turn.number, TurnOutcome.CANCELLED)
+    eager_events.end_session(w, key)
     session = w.state.sessions[key].ended(w.now_ns)
     w.put_session(session)
     w.state.agenda.add(w.now_ns + w.limits.ended_session_kept_ns, Due.SESSION, key)

@@ -145,7 +145,9 @@ class Work:
         else:
             state.open_leases.discard(lease.lease_id)
         turn = (lease.key, lease.turn)
-        if lease.open:
+        if lease.eager:
+            self._index_eager(lease, was_open=before is not None and before.open)
+        elif lease.open:
             state.leases_of_turn[turn].add(lease.lease_id)
         elif turn in state.leases_of_turn:
             state.leases_of_turn[turn].discard(lease.lease_id)
@@ -170,6 +172,14 @@ class Work:
                 session_id=lease.key.session_id,
                 turn=lease.turn,
             )
+
+    def _index_eager(self, lease: Lease, *, was_open: bool) -> None:
+        state = self.state
+        state.eager_on[lease.destination.worker_id] += lease.open - was_open
+        if lease.open:
+            state.eager_of[lease.key] = lease.lease_id
+        elif state.eager_of.get(lease.key) == lease.lease_id:
+            del state.eager_of[lease.key]
 
     def drop_lease(self, lease: Lease) -> None:
         """A lease is forgotten."""

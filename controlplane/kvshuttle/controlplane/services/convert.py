@@ -163,6 +163,7 @@ def lease_out(lease: Lease) -> leases.Lease:
         end_time=timestamp(lease.end_ns),
         end_reason=lease.end_reason,
         stats=_stats(lease.stats) if lease.stats is not None else None,
+        eager=lease.eager,
     )
 
 

@@ -204,6 +204,7 @@ def command_out(command: c.Command) -> pb.AgentCommand:
                     lookup_wait=duration(command.lookup_wait_ns),
                     retention=duration(command.retention_ns),
                     min_tokens=command.min_tokens,
+                    replica_blocks=command.replica_blocks,
                 )
             )
         case c.ForgetTurn(turn_token, leg):
@@ -235,6 +236,9 @@ def command_out(command: c.Command) -> pb.AgentCommand:
                     blocks=cast("types.BlockDescriptors", command.blocks.payload),
                     ttl=duration(command.ttl_ns),
                     as_of=command.as_of,
+                    eager=command.eager_for is not None,
+                    tenant=command.eager_for.tenant if command.eager_for else "",
+                    session_id=command.eager_for.session_id if command.eager_for else "",
                 )
             )
         case c.Extend():
