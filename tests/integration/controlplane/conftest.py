@@ -107,10 +107,10 @@ async def eventually(
 
 @pytest.fixture
 def limits() -> Limits:
-    """The real ones, but short where a test would wait for them."""
+    """The real ones, but short where a test would wait for them, and lazy."""
     # Scripted agents send no heartbeats.
     return dataclasses.replace(
-        Limits(), tick_ns=20 * MS, watch_progress_ns=200 * MS, silence_ns=60 * SECOND
+        Limits(), tick_ns=20 * MS, watch_progress_ns=200 * MS, silence_ns=60 * SECOND, eager=False
     )
 
 
