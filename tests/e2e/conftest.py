@@ -119,6 +119,22 @@ class Cluster:
         """Attests that the worker's last boot is dead."""
         self.view.fence(self.view.workers()[worker_id].ref, "killed by a test")
 
+    def start_control_plane(self) -> None:
+        """Starts the stopped control plane, and waits until agents and gateway are back on it."""
+        start = time.monotonic()
+        self.control_plane.start()
+        self.control_plane.wait_ready()
+        self.stack.wait_registered(self.control_plane.target, [PREFILL, DECODE])
+        deadline = time.monotonic() + 30
+        while True:
+            # Turns that begin before are answered all the same, but nobody knows of them.
+            seen = httpx.get(f"{self.gateway.url}/health", timeout=10).json()["control_plane"]
+            age = seen["seconds_since_answer"]
+            if seen["state"] == "ok" and age is not None and age < time.monotonic() - start:
+                return
+            assert time.monotonic() < deadline, f"the gateway does not see it: {seen}"
+            time.sleep(0.1)
+
     def restart_worker(self, engine: Engine) -> None:
         """Starts a killed engine again, and waits for its agent to be registered and empty."""
         engine.restart()

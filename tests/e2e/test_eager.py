@@ -32,9 +32,7 @@ def eager(cluster: Cluster) -> Iterator[None]:
     def restart(*flags: str) -> None:
         cluster.control_plane.stop()
         cluster.control_plane.extra_args = [*store_args(cluster.logs), *flags]
-        cluster.control_plane.start()
-        cluster.control_plane.wait_ready()
-        cluster.stack.wait_registered(cluster.control_plane.target, [PREFILL, DECODE])
+        cluster.start_control_plane()
 
     restart()
     yield

@@ -248,9 +248,7 @@ def test_the_control_plane_stopped_and_started_between_turns(
     answer = cluster.client.ask(messages, session=talk.session, max_tokens=16)
     talk.heard(answer)
     oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
-    cluster.control_plane.start()
-    cluster.control_plane.wait_ready()
-    cluster.stack.wait_registered(cluster.control_plane.target, [PREFILL, DECODE])
+    cluster.start_control_plane()
     # Decode's hold has outlived the control plane, and its inventory is the source of a return.
     cluster.wait_offered(talk.session)
     cluster.forget_prefill()
@@ -267,9 +265,7 @@ def test_the_control_plane_killed_during_turns(cluster: Cluster, oracle: Oracle)
     answer = cluster.client.ask(messages, session=talk.session, max_tokens=16)
     killer.join()
     oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
-    cluster.control_plane.start()
-    cluster.control_plane.wait_ready()
-    cluster.stack.wait_registered(cluster.control_plane.target, [PREFILL, DECODE])
+    cluster.start_control_plane()
 
 
 def test_decode_killed_between_turns(cluster: Cluster, oracle: Oracle) -> None:
