@@ -144,11 +144,12 @@ class AsyncClient:
         *,
         state: session.SessionState.ValueType = session.SESSION_STATE_UNSPECIFIED,
         worker_id: str = "",
+        page_size: int = PAGE_SIZE,
         tenant: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> AsyncIterator[session.Session]:
         """All sessions that match, page by page; `timeout` is for one page."""
-        request = session.ListSessionsRequest(page_size=PAGE_SIZE, state=state, worker_id=worker_id)
+        request = session.ListSessionsRequest(page_size=page_size, state=state, worker_id=worker_id)
         while True:
             page = await self._unary(
                 self._sessions.ListSessions, request, tenant, timeout, self._timeouts.read_s
@@ -269,12 +270,13 @@ class AsyncClient:
         states: Sequence[lease.LeaseState.ValueType] = (),
         session_id: str = "",
         worker_id: str = "",
+        page_size: int = PAGE_SIZE,
         tenant: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> AsyncIterator[lease.Lease]:
         """All leases that match, newest first; `timeout` is for one page."""
         request = lease.ListLeasesRequest(
-            page_size=PAGE_SIZE, states=states, session_id=session_id, worker_id=worker_id
+            page_size=page_size, states=states, session_id=session_id, worker_id=worker_id
         )
         while True:
             page = await self._unary(
@@ -285,6 +287,24 @@ class AsyncClient:
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
+
+    async def revoke_lease(
+        self,
+        lease_id: str,
+        reason: str = "",
+        *,
+        request_id: str | None = None,
+        tenant: str | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> lease.Lease:
+        """Stops a lease; it ends when its reader has said so, or at its deadline."""
+        request = lease.RevokeLeaseRequest(
+            lease_id=lease_id, reason=reason, request_id=request_id or new_request_id()
+        )
+        response = await self._unary(
+            self._leases.RevokeLease, request, tenant, timeout, self._timeouts.write_s
+        )
+        return response.lease
 
     async def get_worker(
         self,
@@ -305,10 +325,11 @@ class AsyncClient:
     async def list_workers(
         self,
         *,
+        page_size: int = PAGE_SIZE,
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> AsyncIterator[cluster.Worker]:
         """All workers, ordered by id; `timeout` is for one page."""
-        request = cluster.ListWorkersRequest(page_size=PAGE_SIZE)
+        request = cluster.ListWorkersRequest(page_size=page_size)
         while True:
             page = await self._unary(
                 self._cluster.ListWorkers, request, None, timeout, self._timeouts.read_s
@@ -318,6 +339,43 @@ class AsyncClient:
             if not page.next_page_token:
                 return
             request.page_token = page.next_page_token
+
+    async def drain_worker(
+        self,
+        worker_id: str,
+        *,
+        undo: bool = False,
+        request_id: str | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> cluster.Worker:
+        """Stops new turns and leases on a worker, or with `undo` puts it back into service."""
+        request = cluster.DrainWorkerRequest(
+            worker_id=worker_id, undo=undo, request_id=request_id or new_request_id()
+        )
+        response = await self._unary(
+            self._cluster.DrainWorker, request, None, timeout, self._timeouts.write_s
+        )
+        return response.worker
+
+    async def fence_worker(
+        self,
+        worker: types.WorkerRef,
+        attestation: str,
+        *,
+        request_id: str | None = None,
+        timeout: float | None = None,  # noqa: ASYNC109
+    ) -> cluster.Worker:
+        """Attests that a boot of a worker is dead. Only for who knows it: its leases end at once.
+
+        Raises FailedPreconditionError (INCARNATION_MISMATCH) if another boot is registered.
+        """
+        request = cluster.FenceWorkerRequest(
+            worker=worker, attestation=attestation, request_id=request_id or new_request_id()
+        )
+        response = await self._unary(
+            self._cluster.FenceWorker, request, None, timeout, self._timeouts.write_s
+        )
+        return response.worker
 
     async def get_status(
         self,

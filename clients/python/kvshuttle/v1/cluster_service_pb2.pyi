@@ -225,6 +225,10 @@ class Worker(_message.Message):
     HEARTBEAT_TIME_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_SECOND_FIELD_NUMBER: _builtins.int
     VLLM_VERSION_FIELD_NUMBER: _builtins.int
+    AGENT_VERSION_FIELD_NUMBER: _builtins.int
+    NIXL_BACKEND_FIELD_NUMBER: _builtins.int
+    PREFIX_CACHING_FIELD_NUMBER: _builtins.int
+    NUM_RANKS_FIELD_NUMBER: _builtins.int
     role: _types_pb2.WorkerRole.ValueType
     """What it is used for."""
     state: Global___WorkerState.ValueType
@@ -239,6 +243,16 @@ class Worker(_message.Message):
     """Learned: prompt tokens that it computes in a second; 0 while unknown."""
     vllm_version: _builtins.str
     """Version of vLLM."""
+    agent_version: _builtins.str
+    """Version of kvshuttle's agent in it."""
+    nixl_backend: _builtins.str
+    """NIXL backend that moves its KV, for example UCX; empty until this boot has spoken to this
+    process of the control plane.
+    """
+    prefix_caching: _builtins.bool
+    """Whether its prefix cache is on."""
+    num_ranks: _builtins.int
+    """Tensor-parallel ranks; 0 as for `nixl_backend`."""
     @_builtins.property
     def ref(self) -> _types_pb2.WorkerRef:
         """The operator's name and the boot."""
@@ -279,10 +293,14 @@ class Worker(_message.Message):
         heartbeat_time: _timestamp_pb2.Timestamp | None = ...,
         prefill_tokens_per_second: _builtins.float = ...,
         vllm_version: _builtins.str = ...,
+        agent_version: _builtins.str = ...,
+        nixl_backend: _builtins.str = ...,
+        prefix_caching: _builtins.bool = ...,
+        num_ranks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "heartbeat_time", b"heartbeat_time", "pool", b"pool", "ref", b"ref", "register_time", b"register_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "counters", b"counters", "fingerprint", b"fingerprint", "heartbeat_time", b"heartbeat_time", "pool", b"pool", "prefill_tokens_per_second", b"prefill_tokens_per_second", "ref", b"ref", "register_time", b"register_time", "role", b"role", "state", b"state", "url", b"url", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "counters", b"counters", "fingerprint", b"fingerprint", "heartbeat_time", b"heartbeat_time", "nixl_backend", b"nixl_backend", "num_ranks", b"num_ranks", "pool", b"pool", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefix_caching", b"prefix_caching", "ref", b"ref", "register_time", b"register_time", "role", b"role", "state", b"state", "url", b"url", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -101,6 +101,7 @@ class Hello(Struct, frozen=True, gc=False):
     clock: int
     vllm_version: str = ""
     agent_version: str = ""
+    nixl_backend: str = ""
     replicas: tuple[ReplicaReport, ...] = ()
     leases: tuple[LeaseReport, ...] = ()
 

@@ -41,6 +41,7 @@ class Worker(Struct, frozen=True):
     counters: Counters = field(default_factory=Counters)
     vllm_version: str = ""
     agent_version: str = ""
+    nixl_backend: str = ""
     end_ns: int = 0
     requests: tuple[str, ...] = ()
     fenced_boots: tuple[str, ...] = ()
@@ -76,6 +77,7 @@ class Worker(Struct, frozen=True):
             clock=hello.clock,
             vllm_version=hello.vllm_version,
             agent_version=hello.agent_version,
+            nixl_backend=hello.nixl_backend,
             end_ns=0,
         )
 

@@ -204,4 +204,8 @@ def worker_out(worker: Worker, prefill_rate: float) -> cluster.Worker:
         heartbeat_time=timestamp(worker.heard_ns),
         prefill_tokens_per_second=prefill_rate,
         vllm_version=worker.vllm_version,
+        agent_version=worker.agent_version,
+        nixl_backend=worker.nixl_backend,
+        prefix_caching=worker.prefix_caching,
+        num_ranks=worker.num_ranks,
     )

@@ -70,6 +70,7 @@ def hello_in(message: pb.AgentHello) -> Hello:
         clock=message.clock,
         vllm_version=message.vllm_version,
         agent_version=message.agent_version,
+        nixl_backend=message.nixl_backend,
         replicas=tuple(_replica_in(replica) for replica in message.replicas),
         leases=tuple(
             LeaseReport(lease.lease_id, lease.version, lease.is_source, lease.transferring)

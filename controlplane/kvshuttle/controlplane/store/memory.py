@@ -43,6 +43,7 @@ def at_rest(worker: Worker) -> Worker:
         fingerprint=(),
         ranks=None,
         num_ranks=0,
+        nixl_backend="",
         clock=0,
         pool=PoolStats(),
         counters=Counters(),
