@@ -16,7 +16,7 @@ import pytest
 from kvshuttle.localstack import user
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster
-from tests.e2e.steps import BLOCK, ask, turn
+from tests.e2e.steps import BLOCK, ask, turn, wait_until
 from tests.support.conversation import (
     RECOMPUTED_TOLERANCE,
     Conversation,
@@ -24,6 +24,9 @@ from tests.support.conversation import (
     differences,
     text,
 )
+
+pytestmark = pytest.mark.usefixtures("nothing_leaked")
+RESET = "Successfully reset prefix cache"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -201,6 +204,23 @@ def test_more_held_sessions_than_memory(cluster: Cluster, oracle: Oracle) -> Non
     # The first ones lost their holds to the later ones; all are answered rightly all the same.
     for talk in talks[:2] + talks[-2:]:
         turn(cluster, oracle, talk, words=40, tolerance=RECOMPUTED_TOLERANCE)
+
+
+def test_a_reset_of_the_cache_lets_go_first(cluster: Cluster, oracle: Oracle) -> None:
+    """As before new weights: what was computed with the old ones must not be returned."""
+    talk = Conversation("reset", seed=39)
+    turn(cluster, oracle, talk)
+    wait_until(lambda: cluster.held(DECODE) > 0, "decode holds the session's KV")
+    before = cluster.decode.log_path.read_text(errors="replace").count(RESET)
+    httpx.post(f"{cluster.decode.url}/reset_prefix_cache", timeout=10).raise_for_status()
+    # vLLM answers 200 either way; its log tells whether it found the pool free.
+    wait_until(
+        lambda: cluster.decode.log_path.read_text(errors="replace").count(RESET) > before,
+        "vLLM has reset its cache at the first asking",
+    )
+    wait_until(lambda: not cluster.view.session(talk.session).replicas, "the replica is gone")
+    cluster.forget_prefill()
+    assert turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE) == 0
 
 
 # Faults.

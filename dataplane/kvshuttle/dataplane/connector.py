@@ -180,6 +180,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             worker_id=self._config.worker_id,
             counts=self._probe.request_counts,
         )
+        self._pool.before_reset(self._let_go)
         self._link.start(self._agent)
 
     def get_num_new_matched_tokens(
@@ -259,8 +260,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def reset_cache(self) -> bool | None:
         """Lets all replicas go; leases keep their ranges until their readers have stopped."""
-        if self._agent is not None:
-            self._agent.reset()
+        self._let_go()
         return True
 
     def take_events(self) -> Iterable[Any]:
@@ -285,6 +285,15 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 self._agent.make_room(min(self._step_blocks, num_requests + self._step_blocks // 2))
         except Exception:
             _log.exception("hook_failed", hook="tend")
+        self._after_hook()
+
+    def _let_go(self) -> None:
+        if self._agent is None:
+            return
+        try:
+            self._agent.reset()
+        except Exception:
+            _log.exception("hook_failed", hook="reset")
         self._after_hook()
 
     def _after_hook(self) -> None:

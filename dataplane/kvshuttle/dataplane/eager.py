@@ -186,11 +186,11 @@ class EagerSide:
         """Whether this lease was an eager one and is over (as far as is remembered)."""
         return lease_id in self._ended
 
-    def yield_room(self) -> None:
-        """A request of the engine's needs blocks: eager returns stop, and what has landed may be
-        reused at once."""
+    def yield_room(self, reason: str = "PRESSURE") -> None:
+        """The engine needs the blocks: eager returns stop, and what has landed may be reused at
+        once."""
         for job in list(self._open.values()):
-            self._stop(job, "PRESSURE")
+            self._stop(job, reason)
 
     @property
     def open_grants(self) -> list[Grant]:
@@ -310,7 +310,7 @@ class EagerSide:
             )
         elif job.revoked:
             stopped.outcome = agent_pb2.TRANSFER_OUTCOME_REVOKED
-        elif job.stopping in ("", "NO_ROOM", "QUARANTINE_FULL", "PRESSURE"):
+        elif job.stopping in ("", "NO_ROOM", "QUARANTINE_FULL", "PRESSURE", "RESET"):
             stopped.outcome = agent_pb2.TRANSFER_OUTCOME_UNUSED
             stopped.reason = job.stopping or "LOCAL_HIT"
         else:

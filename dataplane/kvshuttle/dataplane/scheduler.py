@@ -269,6 +269,7 @@ class SchedulerAgent:
     def reset(self) -> None:
         """The engine's cache is being reset: replicas go, leases keep their ranges."""
         self.drain()
+        self.eager.yield_room("RESET")
         self.source.drop_replicas("RESET")
 
     def next_deadline(self) -> int | None:

@@ -2,8 +2,9 @@
 
 The rest of the agent sees plain types only. What is used here, and why it may move with a version:
 
-* ``BlockPool``: ``touch``, ``free_blocks``, ``unpin_blocks``, ``get_new_blocks``,
-  ``get_cached_block``, ``_insert_block_hash``, ``blocks``, the free count;
+* ``BlockPool``: ``reset_prefix_cache`` (wrapped, to let go first), ``touch``, ``free_blocks``,
+  ``unpin_blocks``, ``get_new_blocks``, ``get_cached_block``, ``_insert_block_hash``, ``blocks``,
+  the free count;
 * ``EngineCoreProc.input_queue`` with ``EngineCoreRequestType.WAKEUP``: an idle engine blocks on it;
 * ``Request``: ``block_hashes``, ``num_computed_tokens``, ``num_in_flight_tokens``, status;
 * the resolved KV cache layout and the attention backends' names, for the fingerprint.
@@ -141,6 +142,18 @@ class Pool:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
+
+    def before_reset(self, release: Callable[[], None]) -> None:
+        """Calls `release` whenever vLLM is about to reset its prefix cache: it looks for references
+        before it asks the connector, and refuses, or fails a sleep or a weight update, over them.
+        """
+        reset = self._pool.reset_prefix_cache
+
+        def release_and_reset() -> bool:
+            release()
+            return bool(reset())
+
+        self._pool.reset_prefix_cache = release_and_reset
 
     def touch(self, block_ids: Sequence[int]) -> None:
         """Adds one reference to each block."""
