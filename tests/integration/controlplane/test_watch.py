@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 from pathlib import Path
 from typing import Any
@@ -10,9 +11,12 @@ import grpc
 import pytest
 
 from kvshuttle.controlplane.model.limits import MS, Limits
+from kvshuttle.controlplane.model.terms import SessionKey
+from kvshuttle.controlplane.model.turn_events import BeginTurn
 from kvshuttle.v1 import lease_service_pb2 as leases
 from kvshuttle.v1 import session_service_pb2 as sessions
-from tests.integration.controlplane.conftest import Cluster
+from kvshuttle.v1.session_service_pb2_grpc import SessionServiceStub
+from tests.integration.controlplane.conftest import Cluster, T, eventually
 from tests.integration.controlplane.status import reason
 from tests.integration.controlplane.test_turns import first_turn
 
@@ -139,6 +143,136 @@ async def test_a_snapshot_comes_in_pieces(tmp_path: Path) -> None:
         pieces = [await take(call, "snapshot") for _ in range(3)]
         assert [len(p.snapshot.sessions) for p in pieces] == [2, 2, 1]
         assert [p.snapshot.complete for p in pieces] == [False, False, True]
+        call.cancel()
+    finally:
+        await cluster.stop()
+
+
+async def test_a_session_that_is_no_longer_listed_is_said_to_be_gone(tmp_path: Path) -> None:
+    limits = dataclasses.replace(Limits(), ended_session_kept_ns=50 * MS, tick_ns=10 * MS)
+    cluster = Cluster(tmp_path, limits)
+    await cluster.start()
+    try:
+        await cluster.pair()
+        call = watch(cluster)
+        first = await take(call, "snapshot")
+        assert first.snapshot.first
+        await cluster.begin("a")
+        await cluster.sessions.EndSession(sessions.EndSessionRequest(session_id="a"), timeout=T)
+        seen: list[Any] = []
+        while not seen or seen[-1].WhichOneof("event") != "removed":
+            seen.append(await call.read())
+        assert seen[-1].removed == sessions.SessionRemoved(tenant="default", session_id="a")
+        assert seen[-1].resume_token
+        call.cancel()
+    finally:
+        await cluster.stop()
+
+
+async def many_sessions(cluster: Cluster, count: int) -> None:
+    """Large ones, made without a call each."""
+    registry, runtime = cluster.server.registry, cluster.server.runtime
+    for number in range(count):
+        key = SessionKey("default", f"{number:05}" + "x" * 250)
+        runtime.forget(
+            lambda now, key=key: registry.begin_turn(  # type: ignore[misc]
+                now, BeginTurn(key=key, token=f"t{key.session_id[:5]}")
+            )
+        )
+    await runtime.settled()
+
+
+async def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
+    limits = dataclasses.replace(
+        Limits(), watch_stall_ns=2_000 * MS, silence_ns=60 * 1_000 * MS, turns_per_tenant=9_999
+    )
+    limits = dataclasses.replace(limits, turns_per_worker=99_999)
+    cluster = Cluster(tmp_path, limits)
+    await cluster.start()
+    try:
+        await cluster.pair()
+        await many_sessions(cluster, 4_000)
+        hub = cluster.server.hubs.sessions
+        before = len(asyncio.all_tasks())
+        # A client that offers a small window, as one does that has no memory for more.
+        small = grpc.aio.insecure_channel(
+            cluster.server.addresses.api,
+            options=(("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)),
+        )
+        asked = sessions.WatchSessionsRequest()
+        calls = [SessionServiceStub(small).WatchSessions(asked, timeout=60), watch(cluster)]
+        reading = calls[1]
+
+        async def watching() -> int:
+            return hub._count.total
+
+        await eventually(watching, lambda count: count == 2)
+        pieces = 0
+        while not (message := await reading.read()).snapshot.complete:
+            pieces += 1
+            assert message.snapshot.sessions
+        assert pieces > 1
+        # One reads and stays; the other does not, and goes.
+        await eventually(watching, lambda count: count == 1)
+        await cluster.begin("a")
+        assert (await take(reading, "changed")).changed.session_id == "a"
+        for call in calls:
+            call.cancel()
+        await small.close()
+        await eventually(watching, lambda count: count == 0)
+
+        async def tasks() -> int:
+            return len(asyncio.all_tasks())
+
+        await eventually(tasks, lambda count: count <= before)
+    finally:
+        await cluster.stop()
+
+
+async def test_a_reader_too_slow_for_the_changes_is_told_and_resynchronised(
+    tmp_path: Path,
+) -> None:
+    limits = dataclasses.replace(
+        Limits(),
+        watch_buffer=10,
+        turns_per_tenant=9_999,
+        turns_per_worker=99_999,
+        silence_ns=60 * 1_000 * MS,
+    )
+    cluster = Cluster(tmp_path, limits)
+    await cluster.start()
+    try:
+        await cluster.pair()
+        call = watch(cluster)
+        assert (await take(call, "snapshot")).snapshot.complete
+        await many_sessions(cluster, 4_000)
+        known: dict[str, int] = {}
+        again = 0
+        while len(known) < 4_000:
+            message = await call.read()
+            if message.WhichOneof("event") == "changed":
+                known[message.changed.session_id] = message.changed.version
+            elif message.WhichOneof("event") == "snapshot":
+                if message.snapshot.first:
+                    known = {}
+                    again += 1
+                known |= {s.session_id: s.version for s in message.snapshot.sessions}
+        assert again == 1
+        call.cancel()
+    finally:
+        await cluster.stop()
+
+
+async def test_too_many_watches_are_refused(tmp_path: Path) -> None:
+    cluster = Cluster(tmp_path, dataclasses.replace(Limits(), watches_max=1))
+    await cluster.start()
+    try:
+        call = watch(cluster)
+        await take(call, "snapshot")
+        with pytest.raises(grpc.aio.AioRpcError) as caught:
+            await take(watch(cluster), "snapshot")
+        assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert reason(caught.value) == "WATCHES"
         call.cancel()
     finally:
         await cluster.stop()

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import threading
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from kvshuttle.controlplane.model.effects import PutTerm, Record, SessionChange
-from kvshuttle.controlplane.model.limits import MS, Limits
+from kvshuttle.controlplane.model.effects import PutTerm, Record
+from kvshuttle.controlplane.model.limits import Limits
 from kvshuttle.controlplane.model.registry import Registry
-from kvshuttle.controlplane.model.session import Session
 from kvshuttle.controlplane.model.state import Snapshot
-from kvshuttle.controlplane.model.terms import SessionKey
 from kvshuttle.controlplane.planner import Planner
 from kvshuttle.controlplane.runtime import Runtime
-from kvshuttle.controlplane.services.watch import Changed, Hub, Piece, Progress, token
 from kvshuttle.controlplane.store import StoreError
 from kvshuttle.controlplane.store.journal import Journal
 
@@ -118,77 +114,3 @@ async def test_a_failed_store_fails_every_caller_and_the_process() -> None:
     with pytest.raises(StoreError):
         await runtime.settled()
     await runtime.close()
-
-
-# -- watches -------------------------------------------------------------------------------------
-
-
-def change(revision: int) -> SessionChange:
-    session = Session(SessionKey("t", f"s{revision}"), 0, 0, version=revision)
-    return SessionChange(revision, session, ())
-
-
-async def nothing() -> None:
-    return None
-
-
-class Watched:
-    def __init__(self, **limits: Any) -> None:
-        self.hub: Hub[SessionChange] = Hub(
-            dataclasses.replace(Limits(), watch_progress_ns=20 * MS, **limits), 0
-        )
-        self.revision = 0
-
-    def publish(self, count: int = 1) -> None:
-        for _ in range(count):
-            self.revision += 1
-            self.hub.publish(change(self.revision))
-
-    def watch(self, resume: str = "") -> AsyncIterator[Any]:
-        return self.hub.watch(
-            resume, lambda _: True, lambda: (self.revision, [change(self.revision)]), nothing
-        )
-
-
-async def test_a_slow_reader_is_resynchronised_and_misses_nothing_silently() -> None:
-    watched = Watched(watch_buffer=3)
-    reader = watched.watch()
-    assert isinstance(await anext(reader), Piece)
-    watched.publish(2)
-    assert (await anext(reader)).item.revision == 1
-    watched.publish(10)
-    piece = await anext(reader)
-    while not isinstance(piece, Piece):
-        piece = await anext(reader)
-    assert piece.revision == 12
-    watched.publish()
-    assert (await anext(reader)).item.revision == 13
-    await reader.aclose()  # type: ignore[attr-defined]
-    assert not watched.hub._readers
-
-
-async def test_a_change_in_the_snapshot_is_not_told_again() -> None:
-    """It was decided before the snapshot and published after it."""
-    watched = Watched()
-    reader = watched.watch()
-    watched.revision = 2  # decided, not yet durable
-    piece = await anext(reader)
-    assert isinstance(piece, Piece)
-    assert piece.revision == 2
-    for revision in (1, 2, 3):
-        watched.hub.publish(change(revision))
-    told = await anext(reader)
-    assert isinstance(told, Changed)
-    assert told.item.revision == 3
-    await reader.aclose()  # type: ignore[attr-defined]
-
-
-async def test_a_quiet_watch_says_that_it_lives() -> None:
-    watched = Watched()
-    watched.publish(4)
-    reader = watched.watch(token(2))
-    assert [(await anext(reader)).item.revision for _ in range(2)] == [3, 4]
-    progress = await anext(reader)
-    assert isinstance(progress, Progress)
-    assert progress.revision == 4
-    await reader.aclose()  # type: ignore[attr-defined]

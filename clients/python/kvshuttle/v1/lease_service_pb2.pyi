@@ -480,6 +480,7 @@ class WatchLeasesResponse(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     CHANGED_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     resume_token: _builtins.str
     """Continue a later watch from here."""
@@ -495,19 +496,24 @@ class WatchLeasesResponse(_message.Message):
     def progress(self) -> _session_service_pb2.WatchProgress:
         """Nothing happened up to `resume_token`."""
 
+    @_builtins.property
+    def removed(self) -> Global___LeaseRemoved:
+        """An ended lease that is no longer listed."""
+
     def __init__(
         self,
         *,
         snapshot: Global___LeaseSnapshot | None = ...,
         changed: Global___Lease | None = ...,
         progress: _session_service_pb2.WatchProgress | None = ...,
+        removed: Global___LeaseRemoved | None = ...,
         resume_token: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "event", b"event", "progress", b"progress", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "event", b"event", "progress", b"progress", "removed", b"removed", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "event", b"event", "progress", b"progress", "resume_token", b"resume_token", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "event", b"event", "progress", b"progress", "removed", b"removed", "resume_token", b"resume_token", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["snapshot", "changed", "progress"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["snapshot", "changed", "progress", "removed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -515,28 +521,60 @@ Global___WatchLeasesResponse: _TypeAlias = WatchLeasesResponse  # noqa: Y015
 
 @_typing.final
 class LeaseSnapshot(_message.Message):
-    """A piece of the snapshot at a watch's start."""
+    """A piece of a snapshot of the open leases; see SessionSnapshot."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     LEASES_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
     complete: _builtins.bool
     """True on the last piece."""
+    first: _builtins.bool
+    """True on the first piece: forget everything that was known."""
     @_builtins.property
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___Lease]:
-        """Some of the leases."""
+        """Some of the leases; one may have ended while the snapshot was being sent."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___LeaseRemoved]:
+        """Leases that went away while the snapshot was being sent."""
 
     def __init__(
         self,
         *,
         leases: _abc.Iterable[Global___Lease] | None = ...,
         complete: _builtins.bool = ...,
+        first: _builtins.bool = ...,
+        removed: _abc.Iterable[Global___LeaseRemoved] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "leases", b"leases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "first", b"first", "leases", b"leases", "removed", b"removed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaseSnapshot: _TypeAlias = LeaseSnapshot  # noqa: Y015
+
+@_typing.final
+class LeaseRemoved(_message.Message):
+    """An ended lease that is no longer listed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """Which."""
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LeaseRemoved: _TypeAlias = LeaseRemoved  # noqa: Y015

@@ -883,6 +883,7 @@ class WatchSessionsResponse(_message.Message):
     SNAPSHOT_FIELD_NUMBER: _builtins.int
     CHANGED_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
     RESUME_TOKEN_FIELD_NUMBER: _builtins.int
     resume_token: _builtins.str
     """Continue a later watch from here."""
@@ -898,19 +899,24 @@ class WatchSessionsResponse(_message.Message):
     def progress(self) -> Global___WatchProgress:
         """Nothing happened up to `resume_token`."""
 
+    @_builtins.property
+    def removed(self) -> Global___SessionRemoved:
+        """A session that is no longer listed."""
+
     def __init__(
         self,
         *,
         snapshot: Global___SessionSnapshot | None = ...,
         changed: Global___Session | None = ...,
         progress: Global___WatchProgress | None = ...,
+        removed: Global___SessionRemoved | None = ...,
         resume_token: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "event", b"event", "progress", b"progress", "snapshot", b"snapshot"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "event", b"event", "progress", b"progress", "removed", b"removed", "snapshot", b"snapshot"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "event", b"event", "progress", b"progress", "resume_token", b"resume_token", "snapshot", b"snapshot"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["changed", b"changed", "event", b"event", "progress", b"progress", "removed", b"removed", "resume_token", b"resume_token", "snapshot", b"snapshot"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["snapshot", "changed", "progress"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["snapshot", "changed", "progress", "removed"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -918,31 +924,70 @@ Global___WatchSessionsResponse: _TypeAlias = WatchSessionsResponse  # noqa: Y015
 
 @_typing.final
 class SessionSnapshot(_message.Message):
-    """A piece of the snapshot at a watch's start."""
+    """A piece of a snapshot. One comes at a watch's start, and another whenever its reader was too slow
+    for the changes: nothing is left out silently. What a later piece says of a session replaces what
+    an earlier one said; the whole is true once the last piece is there.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSIONS_FIELD_NUMBER: _builtins.int
     COMPLETE_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    REMOVED_FIELD_NUMBER: _builtins.int
     complete: _builtins.bool
     """True on the last piece."""
+    first: _builtins.bool
+    """True on the first piece: forget everything that was known."""
     @_builtins.property
     def sessions(self) -> _containers.RepeatedCompositeFieldContainer[Global___Session]:
         """Some of the sessions."""
+
+    @_builtins.property
+    def removed(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionRemoved]:
+        """Sessions that went away while the snapshot was being sent."""
 
     def __init__(
         self,
         *,
         sessions: _abc.Iterable[Global___Session] | None = ...,
         complete: _builtins.bool = ...,
+        first: _builtins.bool = ...,
+        removed: _abc.Iterable[Global___SessionRemoved] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "sessions", b"sessions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["complete", b"complete", "first", b"first", "removed", b"removed", "sessions", b"sessions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SessionSnapshot: _TypeAlias = SessionSnapshot  # noqa: Y015
+
+@_typing.final
+class SessionRemoved(_message.Message):
+    """A session that is no longer listed: it ended a while ago."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """Whose it was."""
+    session_id: _builtins.str
+    """Which."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionRemoved: _TypeAlias = SessionRemoved  # noqa: Y015
 
 @_typing.final
 class WatchProgress(_message.Message):

@@ -25,12 +25,14 @@ __all__ = [
     "Effects",
     "Fact",
     "LeaseChange",
+    "LeaseDropped",
     "PutLease",
     "PutSession",
     "PutTerm",
     "PutWorker",
     "Record",
     "SessionChange",
+    "SessionDropped",
 ]
 
 T = TypeVar("T")
@@ -91,6 +93,28 @@ class SessionChange(Struct, frozen=True, gc=False):
     session: Session
     replicas: tuple[Replica, ...]
 
+    @property
+    def key(self) -> SessionKey:
+        """Whose and which session it concerns."""
+        return self.session.key
+
+    @property
+    def name(self) -> SessionKey:
+        """What tells its object from others of the kind."""
+        return self.session.key
+
+
+class SessionDropped(Struct, frozen=True, gc=False):
+    """A session is no longer listed."""
+
+    revision: int
+    key: SessionKey
+
+    @property
+    def name(self) -> SessionKey:
+        """As in SessionChange."""
+        return self.key
+
 
 class LeaseChange(Struct, frozen=True, gc=False):
     """A lease after a change."""
@@ -98,8 +122,26 @@ class LeaseChange(Struct, frozen=True, gc=False):
     revision: int
     lease: Lease
 
+    @property
+    def key(self) -> SessionKey:
+        """Whose and which session it concerns."""
+        return self.lease.key
 
-Change = SessionChange | LeaseChange
+    @property
+    def name(self) -> str:
+        """What tells its object from others of the kind."""
+        return self.lease.lease_id
+
+
+class LeaseDropped(Struct, frozen=True, gc=False):
+    """A lease is no longer listed."""
+
+    revision: int
+    key: SessionKey
+    name: str
+
+
+Change = SessionChange | SessionDropped | LeaseChange | LeaseDropped
 
 
 class Disconnect(Struct, frozen=True, gc=False):

@@ -168,6 +168,11 @@ class Limits:
     """Changes kept for resuming."""
     watch_buffer: int = 4_096
     """Changes that wait for one slow reader; beyond it the reader gets a new snapshot."""
+    watches_max: int = 512
+    watches_per_tenant: int = 64
+    """Each costs its buffer and, at its start, a look at all objects."""
+    watch_stall_ns: int = 60 * SECOND
+    """A reader that takes nothing for so long is let go; six progress messages' time."""
     watch_progress_ns: int = 10 * SECOND
     snapshot_piece: int = 500
     """Objects in one message of a snapshot: well below the message size of any client."""

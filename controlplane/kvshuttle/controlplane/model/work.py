@@ -15,12 +15,14 @@ from kvshuttle.controlplane.model.effects import (
     Effects,
     Fact,
     LeaseChange,
+    LeaseDropped,
     PutLease,
     PutSession,
     PutTerm,
     PutWorker,
     Record,
     SessionChange,
+    SessionDropped,
 )
 from kvshuttle.controlplane.model.state import Due
 
@@ -56,6 +58,8 @@ class Work:
     _leases: dict[str, bool] = field(default_factory=dict)
     _workers: dict[str, Worker] = field(default_factory=dict)
     _dropped: list[Record] = field(default_factory=list)
+    # What watchers are told of them; their revisions come at the end.
+    _gone: list[SessionDropped | LeaseDropped] = field(default_factory=list)
     _term: bool = False
 
     def command(self, ref: WorkerRef, command: Command) -> None:
@@ -114,6 +118,7 @@ class Work:
         self.state.ledger.session(self.state.sessions.pop(key), None)
         self._sessions.pop(key, None)
         self._dropped.append(DropSession(key))
+        self._gone.append(SessionDropped(0, key))
 
     def put_replica(self, key: SessionKey, replica: Replica) -> None:
         """A replica as it stands now."""
@@ -188,6 +193,7 @@ class Work:
             self.state.leases_of[ref.worker_id].discard(lease.lease_id)
         self._leases.pop(lease.lease_id, None)
         self._dropped.append(DropLease(lease.lease_id))
+        self._gone.append(LeaseDropped(0, lease.key, lease.lease_id))
 
     def leases_of(self, worker_id: str) -> list[Lease]:
         """Leases from or to a worker (any boot) under which somebody may still read, oldest
@@ -222,4 +228,5 @@ class Work:
             if durable:
                 records.append(PutLease(lease))
         records += self._dropped
+        changes += [replace(gone, revision=state.next_revision()) for gone in self._gone]
         return Effects(records, self.commands, changes, self.facts, self.disconnects)

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvshuttle.controlplane.model.effects import LeaseChange
 from kvshuttle.controlplane.model.errors import NotFoundError
 from kvshuttle.controlplane.model.terms import LeaseState
 from kvshuttle.controlplane.services.convert import lease_out
 from kvshuttle.controlplane.services.guard import tenant_or_all
-from kvshuttle.controlplane.services.watch import Changed, Piece, token
+from kvshuttle.controlplane.services.watch import Leases
+from kvshuttle.controlplane.services.watching import LEASES, watch
 from kvshuttle.v1 import lease_service_pb2 as pb
 from kvshuttle.v1 import lease_service_pb2_grpc as pb_grpc
-from kvshuttle.v1 import session_service_pb2 as sessions_pb
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from typing import Any
 
+    from kvshuttle.controlplane.model.effects import LeaseChange, LeaseDropped
     from kvshuttle.controlplane.model.lease import Lease
     from kvshuttle.controlplane.runtime import Runtime
     from kvshuttle.controlplane.services.checks import Checks
@@ -32,10 +32,13 @@ RENEW_LEAST_NS = 1_000_000_000
 class LeaseService(pb_grpc.LeaseServiceServicer):
     """Each method: check, call, convert."""
 
-    def __init__(self, runtime: Runtime, checks: Checks, hub: Hub[LeaseChange]) -> None:
+    def __init__(
+        self, runtime: Runtime, checks: Checks, hub: Hub[LeaseChange | LeaseDropped]
+    ) -> None:
         self._runtime = runtime
         self._checks = checks
         self._hub = hub
+        self._source = Leases(lambda: runtime.registry.state)
 
     def _lease(self, lease_id: str) -> Lease:
         self._checks.text("lease_id", lease_id, 128, required=True)
@@ -117,38 +120,7 @@ class LeaseService(pb_grpc.LeaseServiceServicer):
         self, request: pb.WatchLeasesRequest, context: Any
     ) -> AsyncIterator[pb.WatchLeasesResponse]:
         """A snapshot of the open leases, then changes."""
-        only = tenant_or_all()
-        wanted = self._checks.text(
-            "session_id", request.session_id, self._checks.limits.session_id_chars
-        )
-
-        def wants(change: LeaseChange) -> bool:
-            key = change.lease.key
-            return (only is None or key.tenant == only) and (not wanted or key.session_id == wanted)
-
-        def snapshot() -> tuple[int, list[LeaseChange]]:
-            state = self._runtime.registry.state
-            items = (
-                LeaseChange(state.revision, lease) for lease in state.leases.values() if lease.open
-            )
-            return state.revision, [item for item in items if wants(item)]
-
-        async for event in self._hub.watch(
-            request.resume_token, wants, snapshot, self._runtime.settled
+        async for message in watch(
+            LEASES, self._hub, self._source, self._runtime, self._checks, request
         ):
-            if isinstance(event, Piece):
-                yield pb.WatchLeasesResponse(
-                    snapshot=pb.LeaseSnapshot(
-                        leases=[lease_out(item.lease) for item in event.items],
-                        complete=event.complete,
-                    ),
-                    resume_token=token(event.revision) if event.complete else "",
-                )
-            elif isinstance(event, Changed):
-                yield pb.WatchLeasesResponse(
-                    changed=lease_out(event.item.lease), resume_token=token(event.item.revision)
-                )
-            else:
-                progress = sessions_pb.WatchProgress()
-                progress.time.FromNanoseconds(self._runtime.clock.now_ns())
-                yield pb.WatchLeasesResponse(progress=progress, resume_token=token(event.revision))
+            yield message

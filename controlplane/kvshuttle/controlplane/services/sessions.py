@@ -9,9 +9,9 @@ from kvshuttle.controlplane.model.terms import (
     SessionKey,
     SessionState,
 )
-from kvshuttle.controlplane.services.convert import session_out
 from kvshuttle.controlplane.services.guard import tenant_or_all
-from kvshuttle.controlplane.services.watch import Changed, Piece, token
+from kvshuttle.controlplane.services.watch import Sessions
+from kvshuttle.controlplane.services.watching import SESSIONS, watch
 from kvshuttle.v1 import session_service_pb2 as pb
 from kvshuttle.v1 import session_service_pb2_grpc as pb_grpc
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
     from typing import Any
 
-    from kvshuttle.controlplane.model.effects import SessionChange
+    from kvshuttle.controlplane.model.effects import SessionChange, SessionDropped
     from kvshuttle.controlplane.runtime import Runtime
     from kvshuttle.controlplane.services.checks import Checks
     from kvshuttle.controlplane.services.operations import Operation, Operations
@@ -39,7 +39,7 @@ class SessionService(pb_grpc.SessionServiceServicer):
         self,
         runtime: Runtime,
         checks: Checks,
-        hub: Hub[SessionChange],
+        hub: Hub[SessionChange | SessionDropped],
         operations: Operations,
         streams: TurnStreams,
     ) -> None:
@@ -48,6 +48,7 @@ class SessionService(pb_grpc.SessionServiceServicer):
         self._hub = hub
         self._operations = operations
         self._streams = streams
+        self._source = Sessions(lambda: runtime.registry.state)
 
     @property
     def _state(self) -> Any:
@@ -141,44 +142,7 @@ class SessionService(pb_grpc.SessionServiceServicer):
         self, request: pb.WatchSessionsRequest, context: Any
     ) -> AsyncIterator[pb.WatchSessionsResponse]:
         """A snapshot, then changes."""
-        from kvshuttle.controlplane.model.effects import SessionChange
-
-        only = tenant_or_all()
-        wanted = self._checks.text(
-            "session_id", request.session_id, self._checks.limits.session_id_chars
-        )
-
-        def wants(change: SessionChange) -> bool:
-            key = change.session.key
-            return (only is None or key.tenant == only) and (not wanted or key.session_id == wanted)
-
-        def snapshot() -> tuple[int, list[SessionChange]]:
-            state = self._state
-            items = (
-                SessionChange(session.version, session, state.replicas_of_session(key))
-                for key, session in state.sessions.items()
-            )
-            return state.revision, [item for item in items if wants(item)]
-
-        async for event in self._hub.watch(
-            request.resume_token, wants, snapshot, self._runtime.settled
+        async for message in watch(
+            SESSIONS, self._hub, self._source, self._runtime, self._checks, request
         ):
-            if isinstance(event, Piece):
-                yield pb.WatchSessionsResponse(
-                    snapshot=pb.SessionSnapshot(
-                        sessions=[session_out(i.session, i.replicas) for i in event.items],
-                        complete=event.complete,
-                    ),
-                    resume_token=token(event.revision) if event.complete else "",
-                )
-            elif isinstance(event, Changed):
-                yield pb.WatchSessionsResponse(
-                    changed=session_out(event.item.session, event.item.replicas),
-                    resume_token=token(event.item.revision),
-                )
-            else:
-                progress = pb.WatchProgress()
-                progress.time.FromNanoseconds(self._runtime.clock.now_ns())
-                yield pb.WatchSessionsResponse(
-                    progress=progress, resume_token=token(event.revision)
-                )
+            yield message
