@@ -11,6 +11,7 @@ import structlog
 import uvloop
 
 from kvshuttle.controlplane import logs, settings
+from kvshuttle.controlplane.model.errors import SupersededError
 from kvshuttle.controlplane.server import Server
 from kvshuttle.controlplane.settings import SettingsError
 from kvshuttle.controlplane.store import StoreError
@@ -44,7 +45,11 @@ async def serve(options: settings.Settings) -> int:
         failed = asyncio.create_task(server.failed())
         await asyncio.wait((stop, failed), return_when=asyncio.FIRST_COMPLETED)
         if failed.done():
-            log.error("store_failed", error=str(failed.result()))
+            why = failed.result()
+            if isinstance(why, SupersededError):
+                log.error("superseded", error=str(why), **why.metadata)
+                return 3
+            log.error("store_failed", error=str(why))
             return 1
         failed.cancel()
         log.info("stopping", signal=stop.result())
@@ -54,7 +59,8 @@ async def serve(options: settings.Settings) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """The command. Exits 0 after a signal, 1 when it cannot go on, 2 for wrong settings."""
+    """The command. Exits 0 after a signal, 1 when it cannot go on, 2 for wrong settings, 3 when
+    another control plane has taken over: starting this one again would take the agents back."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         options = settings.load(arguments)

@@ -2,7 +2,8 @@
 
 It starts at the wall clock, or where the store's last record left off if that is later, and runs
 with CLOCK_BOOTTIME, which counts a suspended machine's sleep. So deadlines on it survive clock
-steps and suspends, and the times that are stored stay in order over restarts.
+steps and suspends, and the times that are stored stay in order over restarts and reboots (after
+which CLOCK_BOOTTIME begins at 0 again: no reading of it is stored).
 """
 
 from __future__ import annotations
@@ -34,9 +35,12 @@ class Timeline:
     def __init__(self) -> None:
         self._offset_ns = time.time_ns() - _boot_ns()
 
-    def not_before(self, time_ns: int) -> None:
-        """Goes on from `time_ns` if the wall clock was set back since that was stored."""
-        self._offset_ns = max(self._offset_ns, time_ns + 1 - _boot_ns())
+    def not_before(self, time_ns: int) -> int:
+        """Goes on from `time_ns` if the wall clock was set back since that was stored; returns by
+        how much it is behind, else 0."""
+        behind_ns = max(0, time_ns + 1 - self.now_ns())
+        self._offset_ns += behind_ns
+        return behind_ns
 
     def now_ns(self) -> int:
         """Nanoseconds on the time line."""

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.clock import Clock
     from kvshuttle.controlplane.model.commands import Command
     from kvshuttle.controlplane.model.effects import Change, Decision, Disconnect, Fact
+    from kvshuttle.controlplane.model.errors import SupersededError
     from kvshuttle.controlplane.model.registry import Registry
     from kvshuttle.controlplane.model.terms import WorkerRef
     from kvshuttle.controlplane.store.base import Store
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["AgentStreams", "Observer", "Runtime", "Watchers"]
 
 T = TypeVar("T")
+STOPPING = "the control plane is stopping: its store failed, or another one has taken over"
 
 
 class AgentStreams(Protocol):
@@ -61,8 +63,9 @@ class Observer(Protocol):
 
 
 class Runtime:
-    """`failed` is set, with the error, when the store cannot be written: what is in memory is
-    then ahead of the disk for good, so the process must end."""
+    """`failed` is set, with the error, when the process must end: when the store cannot be written
+    (what is in memory is ahead of the disk for good), or when another control plane has taken
+    over. Nothing is let out from then on."""
 
     def __init__(
         self,
@@ -75,6 +78,8 @@ class Runtime:
     ) -> None:
         self.registry = registry
         self.clock = clock
+        self.epoch = 0
+        """The newest that is durable."""
         self._streams = streams
         self._watchers = watchers
         self._observer = observer
@@ -88,10 +93,13 @@ class Runtime:
             self.failed.set_result(error)
         for future in self._waiting:
             if not future.done():
-                future.set_exception(
-                    StoreError(f"the control plane's store failed and it is stopping: {error}")
-                )
+                future.set_exception(StoreError(f"the control plane is stopping: {error}"))
         self._waiting.clear()
+
+    def step_down(self, error: SupersededError) -> None:
+        """Another control plane has taken over: no grant leaves any more, not even one that is
+        being written."""
+        self._fail(error)
 
     def submit(
         self,
@@ -103,11 +111,15 @@ class Runtime:
         durable, `done` just after. DomainErrors are raised at once, StoreError when the store has
         failed; if it fails later neither runs, and `failed` says so."""
         if self.failed.done():
-            raise StoreError("the control plane's store failed; it is stopping")
+            raise StoreError(STOPPING)
         decision = event(self.clock.now_ns())
         effects = decision.effects
+        epoch = self.registry.state.epoch
 
         def release() -> None:
+            if self.failed.done():
+                return
+            self.epoch = epoch
             if attach is not None:
                 attach(decision.result)
             if effects.commands:
@@ -178,7 +190,7 @@ class Runtime:
 
         self._journal.append((), release)
         if self.failed.done():
-            raise StoreError("the control plane's store failed; it is stopping")
+            raise StoreError(STOPPING)
         await future
 
     async def run_ticks(self) -> None:

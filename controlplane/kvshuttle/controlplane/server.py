@@ -104,12 +104,13 @@ class Server:
         store: Store = MemoryStore() if path is None else SqliteStore(path)
         self._stores.append(store)
         snapshot = await asyncio.to_thread(store.load)
-        self.clock.not_before(snapshot.time_ns)
-        if path is None:
-            # Nobody remembers which numbers the process before this one gave to boots that may
-            # still run, and they must not be given again.
-            now_s = self.clock.now_ns() // SECOND
-            snapshot = dataclasses.replace(snapshot, last_incarnation=now_s)
+        behind_ns = self.clock.not_before(await asyncio.to_thread(snapshot.latest_ns))
+        if behind_ns:
+            log.warning("clock_behind_store", seconds=behind_ns / SECOND)
+        # Nobody remembers which numbers a process before this one gave to boots that may still
+        # run, if the store is a copy of an earlier one, or memory: they must not be given again.
+        numbers = max(snapshot.last_incarnation, self.clock.now_ns() // SECOND)
+        snapshot = dataclasses.replace(snapshot, last_incarnation=numbers)
         self.registry = Registry(
             self.limits,
             Planner(min_tokens=self.limits.min_tokens),

@@ -216,11 +216,14 @@ def test_what_waits_is_dropped_when_its_next_turn_has_begun() -> None:
     assert turn.plan.return_mode is ReturnMode.LAZY
 
 
-def test_a_restart_forgets_the_count(world: World) -> None:
+def test_a_restart_keeps_the_count_until_the_inventories_say_otherwise(world: World) -> None:
     prefill, decode = world.pair()
     ended_turn(world, decode)
     granted(world, prefill, decode)
     assert world.state.eager_on["p"] == 1
     world.start()
+    assert world.state.eager_on["p"] == 1
+    assert list(world.state.eager_of) == [KEY]
+    world.pair()
     assert not +world.state.eager_on
     assert world.state.eager_of == {}

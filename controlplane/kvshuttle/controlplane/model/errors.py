@@ -19,6 +19,7 @@ __all__ = [
     "NoWorkerError",
     "NotFoundError",
     "SessionEndedError",
+    "SupersededError",
     "UnsupportedError",
     "WatchCompactedError",
     "WorkerFencedError",
@@ -137,3 +138,9 @@ class BudgetExceededError(DomainError):
         super().__init__(message, **metadata)
         self.reason = reason
         self.retry_ns = retry_ns
+
+
+class SupersededError(DomainError):
+    """Another control plane of this lineage has taken over; this one stops."""
+
+    reason = "SUPERSEDED"

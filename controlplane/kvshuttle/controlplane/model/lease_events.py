@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.model.worker import Worker
 
 __all__ = [
+    "DESTINATION_LOST",
     "active",
     "admit",
     "due",
@@ -52,6 +53,10 @@ __all__ = [
     "stop",
     "stopped",
 ]
+
+
+DESTINATION_LOST = "DESTINATION_LOST"
+"""Why a lease ended in the books whose destination's stream is gone: it may read on."""
 
 
 def admit(
@@ -153,7 +158,7 @@ def hardened(w: Work, ref: WorkerRef, lease_id: str, version: int, blocks: Descr
         return
     destination = w.worker(lease.destination)
     if destination is None or not destination.connected:
-        fail(w, lease, "DESTINATION_LOST")
+        fail(w, lease, DESTINATION_LOST)
         return
     if blocks.range.length <= 0:
         fail(w, lease, "REPLICA_GONE")
@@ -228,7 +233,7 @@ def stop(w: Work, lease: Lease, final: LeaseState, reason: str) -> None:
         w.command(lease.destination, _revoke(lease, reason))
     elif lease.stop is None:
         lease = lease.stopping(final, reason)
-        w.put_lease(lease, durable=False)
+        w.put_lease(lease)
         w.command(lease.destination, _revoke(lease, reason))
 
 

@@ -8,19 +8,20 @@ boot) is dropped, because an agent cannot do anything about it.
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, cast
 
 from kvshuttle.controlplane.model import (
     eager_events,
     lease_events,
+    recovery,
     replica_events,
     turn_events,
     worker_events,
 )
-from kvshuttle.controlplane.model.admission import Ledger
 from kvshuttle.controlplane.model.effects import Decision
-from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH, Due, Snapshot, State
-from kvshuttle.controlplane.model.terms import LeaseState, TurnOutcome, WorkerState
+from kvshuttle.controlplane.model.state import Due, Snapshot, State
+from kvshuttle.controlplane.model.terms import TurnOutcome, WorkerState
 from kvshuttle.controlplane.model.work import Work
 
 if TYPE_CHECKING:
@@ -64,58 +65,10 @@ class Registry:
     # -- start ---------------------------------------------------------------------------------
     def start(self, now_ns: int, snapshot: Snapshot, lineage_id: str) -> Decision[None]:
         """Takes up what a store remembers, in a new epoch. `lineage_id` names a store that is
-        new. Open leases of the epoch before end in the books; their sources keep to their own
-        deadlines, since what the destinations do is not known. Replicas come with the agents."""
-        self.state = state = State(
-            epoch=snapshot.epoch + 1,
-            lineage_id=snapshot.lineage_id or lineage_id,
-            last_incarnation=snapshot.last_incarnation,
-            revision=(snapshot.epoch + 1) * REVISIONS_PER_EPOCH,
-        )
+        new."""
+        self.state = state = recovery.first_state(now_ns, snapshot, lineage_id)
         w = self._work(now_ns)
-        w.put_term()
-        for worker in snapshot.workers:
-            state.last_incarnation = max(state.last_incarnation, worker.ref.incarnation)
-            state.workers[worker.ref.worker_id] = worker
-            state.agenda.add(
-                now_ns + self.limits.lost_worker_kept_ns, Due.WORKER_FORGET, worker.ref.worker_id
-            )
-        for session in snapshot.sessions:
-            state.sessions[session.key] = session
-            state.active_sessions += session.active
-            kept = (
-                self.limits.session_idle_ns if session.active else self.limits.ended_session_kept_ns
-            )
-            state.agenda.add(session.update_ns + kept, Due.SESSION, session.key)
-            for turn in session.running():
-                state.turns[turn.token] = (session.key, turn.number)
-                for placement in turn.placements():
-                    state.turns_on[placement.worker.worker_id] += 1
-                state.agenda.add(
-                    turn.begin_ns + self.limits.turn_timeout_ns,
-                    Due.TURN,
-                    (session.key, turn.number),
-                )
-        for lease in sorted(snapshot.leases, key=lambda lease: lease.order):
-            state.leases[lease.lease_id] = lease
-            if lease.open:
-                state.open_leases.add(lease.lease_id)
-                state.eager_on[lease.destination.worker_id] += lease.eager
-                pending = lease.state is LeaseState.PENDING
-                final = LeaseState.REVOKED if pending else LeaseState.EXPIRED
-                ended = lease.ended(final, "EPOCH_CHANGED", now_ns)
-                # A grant leaves only after its record is durable, so there was none.
-                w.put_lease(ended.with_reader_stopped() if pending else ended)
-            else:
-                state.agenda.add(
-                    lease.end_ns + self.limits.ended_lease_kept_ns,
-                    Due.LEASE_FORGET,
-                    lease.lease_id,
-                )
-                if not lease.reader_stopped:
-                    for ref in (lease.source, lease.destination):
-                        state.leases_of[ref.worker_id].add(lease.lease_id)
-        state.ledger = Ledger.of(state)
+        recovery.take_over(w, snapshot)
         w.fact(
             "started",
             epoch=state.epoch,
@@ -172,7 +125,7 @@ class Registry:
     # -- workers -------------------------------------------------------------------------------
     def hello(self, now_ns: int, says: Hello) -> Decision[Welcome]:
         """FingerprintMismatchError, BootConflictError, WorkerFencedError, LineageChangedError,
-        UnsupportedError."""
+        UnsupportedError; SupersededError, after which nothing may be asked of it any more."""
         w = self._work(now_ns)
         welcome = worker_events.hello(w, says, accept_lineage=self.accept_lineage_change)
         return Decision(welcome, w.finish())
@@ -228,8 +181,14 @@ class Registry:
         excess = len(state.leases) - len(state.open_leases) - self.limits.ended_leases_max
         if excess <= 0:
             return
-        # The dict is in the order of making, so the oldest come first.
-        for lease in [x for x in state.leases.values() if not x.open][:excess]:
+        # The dict is in the order of making, so the oldest come first. One whose reader may still
+        # read stays: it would be told to stop, and its source would not be let go.
+        over = (
+            x
+            for x in state.leases.values()
+            if not x.open and (x.reader_stopped or x.deadline_ns <= w.now_ns)
+        )
+        for lease in list(islice(over, excess)):
             w.drop_lease(lease)
 
 

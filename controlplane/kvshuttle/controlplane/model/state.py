@@ -72,6 +72,15 @@ class Snapshot:
     leases: Iterable[Lease] = ()
     workers: Iterable[Worker] = ()
 
+    def latest_ns(self) -> int:
+        """The newest time in it: time goes on from there, whatever the wall clock says."""
+        return max(
+            self.time_ns,
+            max((x.update_ns for x in self.sessions), default=0),
+            max((max(x.create_ns, x.grant_ns, x.end_ns) for x in self.leases), default=0),
+            max((max(x.heard_ns, x.end_ns) for x in self.workers), default=0),
+        )
+
 
 @dataclass(slots=True)
 class State:
@@ -79,6 +88,9 @@ class State:
 
     epoch: int
     lineage_id: str
+    # The last term of the process before this one, and when this one began.
+    past_epoch: int = 0
+    start_ns: int = 0
     last_incarnation: int = 0
     revision: int = 0
     lease_seq: int = 0

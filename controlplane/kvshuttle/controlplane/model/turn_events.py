@@ -47,6 +47,7 @@ __all__ = [
     "end_session",
     "expect_again",
     "session_due",
+    "session_due_ns",
     "update",
 ]
 
@@ -333,15 +334,26 @@ def end_session(w: Work, key: SessionKey) -> Session:
     return session
 
 
+def session_due_ns(w: Work, session: Session) -> int:
+    """When a session has been idle for too long, or listed for long enough after its end.
+
+    Nobody knows how long the time before a start really was: the wall clock may have been set
+    forward while the process was down. So whatever it says, a session whose KV may still be held
+    lives on for as long as that can be.
+    """
+    kept = w.limits.session_idle_ns if session.active else w.limits.ended_session_kept_ns
+    return max(session.update_ns + kept, w.state.start_ns + min(kept, w.limits.retention_max_ns))
+
+
 def session_due(w: Work, key: SessionKey) -> None:
     """A session may have been idle for too long, or listed for long enough after its end."""
     session = w.state.sessions.get(key)
     if session is None:
         return
-    kept = w.limits.session_idle_ns if session.active else w.limits.ended_session_kept_ns
-    due_ns = session.update_ns + kept
+    due_ns = session_due_ns(w, session)
     if session.running() or due_ns > w.now_ns:
-        w.state.agenda.add(max(due_ns, w.now_ns + kept // 16 + 1), Due.SESSION, key)
+        soon_ns = w.now_ns + w.limits.session_idle_ns // 16 + 1
+        w.state.agenda.add(due_ns if due_ns > w.now_ns else soon_ns, Due.SESSION, key)
     elif session.active:
         end_session(w, key)
     else:

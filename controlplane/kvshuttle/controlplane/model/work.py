@@ -145,6 +145,25 @@ class Work:
         state.leases[lease.lease_id] = lease
         state.ledger.lease(before, lease)
         self._leases[lease.lease_id] = self._leases.get(lease.lease_id, False) or durable
+        self.index_lease(before, lease)
+        if before is not None and before.open and not lease.open:
+            state.agenda.add(
+                self.now_ns + self.limits.ended_lease_kept_ns, Due.LEASE_FORGET, lease.lease_id
+            )
+            self.fact(
+                "lease_ended",
+                lease_id=lease.lease_id,
+                direction=lease.direction.name,
+                state=lease.state.name,
+                reason=lease.end_reason,
+                tenant=lease.key.tenant,
+                session_id=lease.key.session_id,
+                turn=lease.turn,
+            )
+
+    def index_lease(self, before: Lease | None, lease: Lease) -> None:
+        """Keeps what finds a lease by its state, its turn or session, and its workers."""
+        state = self.state
         if lease.open:
             state.open_leases.add(lease.lease_id)
         else:
@@ -163,20 +182,6 @@ class Work:
                 state.leases_of[ref.worker_id].add(lease.lease_id)
             else:
                 state.leases_of[ref.worker_id].discard(lease.lease_id)
-        if before is not None and before.open and not lease.open:
-            state.agenda.add(
-                self.now_ns + self.limits.ended_lease_kept_ns, Due.LEASE_FORGET, lease.lease_id
-            )
-            self.fact(
-                "lease_ended",
-                lease_id=lease.lease_id,
-                direction=lease.direction.name,
-                state=lease.state.name,
-                reason=lease.end_reason,
-                tenant=lease.key.tenant,
-                session_id=lease.key.session_id,
-                turn=lease.turn,
-            )
 
     def _index_eager(self, lease: Lease, *, was_open: bool) -> None:
         state = self.state

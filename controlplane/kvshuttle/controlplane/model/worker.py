@@ -12,6 +12,10 @@ from kvshuttle.controlplane.model.terms import WorkerRef, WorkerRole, WorkerStat
 __all__ = ["Worker"]
 
 
+FENCED_BOOTS = 16
+"""So many fenced boots of one worker are remembered, for as long as the worker is listed."""
+
+
 class Worker(Struct, frozen=True):
     """READY ⇄ DRAINING, either → LOST → either (the same boot reconnects), all → FENCED.
 
@@ -105,7 +109,13 @@ class Worker(Struct, frozen=True):
         """Attested dead."""
         if self.state is WorkerState.FENCED:
             raise IllegalTransitionError("a boot is fenced once")
-        return replace(self, state=WorkerState.FENCED, end_ns=now_ns, ranks=None)
+        return replace(
+            self,
+            state=WorkerState.FENCED,
+            end_ns=now_ns,
+            ranks=None,
+            fenced_boots=(*self.fenced_boots, self.boot_id)[-FENCED_BOOTS:],
+        )
 
     def drained(self, undo: bool) -> Worker:
         """Into or out of draining; a lost worker keeps the order for its return."""

@@ -6,14 +6,12 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from kvshuttle.controlplane.model import lease_events, replica_events, turn_events
+from kvshuttle.controlplane.model import lease_events, recovery, replica_events, turn_events
 from kvshuttle.controlplane.model.commands import (
     AnnouncePeer,
     Drain,
     Fenced,
     PeerFenced,
-    ReaderStopped,
-    Revoke,
 )
 from kvshuttle.controlplane.model.errors import (
     BootConflictError,
@@ -31,8 +29,7 @@ from kvshuttle.controlplane.model.worker import Worker
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvshuttle.controlplane.model.lease import Lease
-    from kvshuttle.controlplane.model.reports import Heartbeat, Hello, LeaseReport
+    from kvshuttle.controlplane.model.reports import Heartbeat, Hello
     from kvshuttle.controlplane.model.work import Work
 
 __all__ = ["Welcome", "drain", "fence", "heard", "heartbeat", "hello", "lost", "silent", "stale"]
@@ -61,11 +58,10 @@ def hello(w: Work, says: Hello, *, accept_lineage: bool) -> Welcome:
         )
     before = state.workers.get(says.worker_id)
     same_boot = before is not None and before.boot_id == says.boot_id
-    if before is not None and same_boot and before.state is WorkerState.FENCED:
+    if before is not None and says.boot_id in before.fenced_boots:
         raise WorkerFencedError(
             f"this boot of worker {says.worker_id} was fenced: restart its engine",
             worker_id=says.worker_id,
-            incarnation=before.ref.incarnation,
         )
     if before is not None and not same_boot and before.connected:
         raise BootConflictError(
@@ -77,15 +73,14 @@ def hello(w: Work, says: Hello, *, accept_lineage: bool) -> Welcome:
             boot_id=before.boot_id,
         )
     _compare(says, (x for x in state.workers.values() if x.connected and x is not before))
-    if says.highest_epoch >= state.epoch:
-        _raise_epoch(w, says.highest_epoch + 1)
+    recovery.check_term(w, says, before)
     if before is not None and same_boot:
         worker = before.connected_as(says, w.now_ns)
         # Stored for its stream generation, which must grow over restarts of this side too.
         w.put_worker(worker)
     else:
         if before is not None:
-            _superseded(w, before)
+            _replaced(w, before)
         state.last_incarnation += 1
         w.put_term()
         worker = Worker(
@@ -96,16 +91,22 @@ def hello(w: Work, says: Hello, *, accept_lineage: bool) -> Welcome:
             state=WorkerState.LOST,
             register_ns=w.now_ns,
             heard_ns=w.now_ns,
+            fenced_boots=before.fenced_boots if before is not None else (),
+            requests=before.requests if before is not None else (),
         ).connected_as(says, w.now_ns)
         w.put_worker(worker)
     others = [x for x in state.workers.values() if x.connected and x.ref != worker.ref]
     replica_events.inventory(w, worker.ref, says.replicas)
-    _reconcile(w, worker, says.leases)
+    recovery.reconcile(w, worker, says.leases)
     peer = AnnouncePeer(worker.ref, worker.ranks)
     for other in others:
         w.command(other.ref, peer)
-    if worker.draining:
-        w.command(worker.ref, Drain(undo=False))
+    # Said while its stream was down.
+    if worker.draining or same_boot:
+        w.command(worker.ref, Drain(undo=not worker.draining))
+    for other in state.workers.values():
+        if other.state is WorkerState.FENCED:
+            w.command(worker.ref, PeerFenced(other.ref))
     if same_boot:
         turn_events.expect_again(w, worker.ref.worker_id)
     w.fact(
@@ -156,69 +157,15 @@ def _compare(says: Hello, live: Iterable[Worker]) -> None:
         )
 
 
-def _raise_epoch(w: Work, epoch: int) -> None:
-    """An agent has obeyed a higher term: go above it. What was asked under the old term must not
-    be granted under the new one."""
-    w.fact("epoch_raised", before=w.state.epoch, epoch=epoch)
-    w.state.epoch = epoch
-    w.put_term()
-    for lease_id in sorted(w.state.open_leases):
-        lease = w.state.leases[lease_id]
-        if lease.state is LeaseState.PENDING:
-            lease_events.fail(w, lease, "STALE_EPOCH")
-
-
-def _superseded(w: Work, before: Worker) -> None:
-    """A new boot takes the place of one whose stream was lost. That its process is dead is
-    likely, not proven: sources wait for their deadlines; what it was the source of is lost."""
-    for lease in w.leases_of(before.ref.worker_id):
-        if lease.open and lease.source == before.ref:
-            lease_events.fail(w, lease, "SOURCE_RESTARTED")
+def _replaced(w: Work, before: Worker) -> None:
+    """A new boot takes the place of another."""
+    recovery.superseded(w, before)
     replica_events.forget_worker(w, before.ref.worker_id)
     w.fact(
         "worker_superseded",
         worker_id=before.ref.worker_id,
         incarnation=before.ref.incarnation,
     )
-
-
-def _reconcile(w: Work, worker: Worker, reports: tuple[LeaseReport, ...]) -> None:
-    """A boot's inventory of leases against the books. What its old stream had queued was dropped
-    on both sides, so the inventory is complete."""
-    says = {report.lease_id: report for report in reports}
-    for lease in w.leases_of(worker.ref.worker_id):
-        if lease.source == worker.ref and lease.state is LeaseState.PENDING:
-            # The Harden or its answer may have been lost.
-            lease_events.fail(w, lease, "SOURCE_RECONNECTED")
-        elif lease.source == worker.ref and not lease.open and lease.lease_id not in says:
-            # It let go while nobody heard it.
-            w.state.ledger.source_released(lease)
-        elif (
-            lease.destination == worker.ref
-            and lease.state is not LeaseState.PENDING
-            and lease.lease_id not in says
-        ):
-            # It does not know the lease, so it does not read, and no grant is under way.
-            lease_events.reader_gone(w, lease, LeaseState.FAILED, "RECONNECTED")
-    for report in reports:
-        known = w.state.leases.get(report.lease_id)
-        if report.is_source:
-            # A source's hold ends by ReaderStopped or by its deadline. The first may have been
-            # lost with the old stream.
-            if known is not None and known.reader_stopped and known.source == worker.ref:
-                version = max(known.version, report.version + 1)
-                w.command(worker.ref, ReaderStopped(report.lease_id, version))
-        elif known is not None and known.destination == worker.ref and _runs_on(known):
-            continue
-        else:
-            version = max(known.version if known else 0, report.version) + 1
-            w.command(worker.ref, Revoke(report.lease_id, version, "UNKNOWN_LEASE", ""))
-
-
-def _runs_on(lease: Lease) -> bool:
-    """Whether a destination may go on with a lease: it is open, or only the control plane's restart
-    has ended it in the books, which takes nothing from the right until its deadline."""
-    return lease.open or lease.end_reason == "EPOCH_CHANGED"
 
 
 def heartbeat(w: Work, ref: WorkerRef, beat: Heartbeat) -> None:
@@ -250,11 +197,12 @@ def lost(w: Work, ref: WorkerRef, generation: int, reason: str) -> None:
         if lease.source == ref:
             lease_events.fail(w, lease, "SOURCE_LOST")
         elif lease.state is LeaseState.PENDING:
-            lease_events.stop(w, lease, LeaseState.FAILED, "DESTINATION_LOST")
+            lease_events.fail(w, lease, lease_events.DESTINATION_LOST)
         else:
             # For the books only: whether it still reads cannot be known, so the source is not
             # told anything and keeps the range to its own deadline.
-            w.put_lease(lease.ended(LeaseState.FAILED, "DESTINATION_LOST", w.now_ns))
+            reason = lease.stop.reason if lease.stop else lease_events.DESTINATION_LOST
+            w.put_lease(lease.ended(LeaseState.FAILED, reason, w.now_ns))
     w.fact("worker_lost", worker_id=ref.worker_id, incarnation=ref.incarnation, reason=reason)
 
 

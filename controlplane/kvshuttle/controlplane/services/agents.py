@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvshuttle.controlplane.auth import Role
-from kvshuttle.controlplane.model.errors import InvalidFieldError
+from kvshuttle.controlplane.model.errors import InvalidFieldError, SupersededError
 from kvshuttle.controlplane.services.convert import duration
 from kvshuttle.controlplane.services.errors import PermissionDeniedError
 from kvshuttle.controlplane.services.guard import caller
@@ -120,6 +120,12 @@ class Streams:
         if stream is not None and stream.generation == order.generation:
             stream.end(order.reason)
 
+    def halt(self) -> None:
+        """Another control plane has taken over: what is queued must not be sent any more."""
+        for stream in self._streams.values():
+            stream.queue.clear()
+        self.stop()
+
     def stop(self) -> None:
         """The control plane stops."""
         for stream in self._streams.values():
@@ -181,8 +187,9 @@ class AgentService(pb_grpc.AgentServiceServicer):
 
     def _message(self, stream: _Stream, **what: Any) -> pb.ConnectResponse:
         return pb.ConnectResponse(
-            # The epoch of the moment: it may have been raised since the stream began.
-            epoch=self._runtime.registry.state.epoch,
+            # The epoch of the moment: it may have been raised since the stream began. One that is
+            # not durable yet must not be heard of: after a crash it would be used twice.
+            epoch=self._runtime.epoch,
             boot_id=stream.boot_id,
             stream_generation=stream.generation,
             **what,
@@ -213,6 +220,10 @@ class AgentService(pb_grpc.AgentServiceServicer):
                 lambda now: registry.stream_lost(now, stream.ref, stream.generation, "CLOSED"),
                 lambda _: self._streams.detach(stream),
             )
+            raise
+        except SupersededError as error:
+            self._runtime.step_down(error)
+            self._streams.halt()
             raise
         return made[0]
 

@@ -70,6 +70,7 @@ TABLE: dict[type[BaseException], grpc.StatusCode] = {
     domain.LineageChangedError: grpc.StatusCode.FAILED_PRECONDITION,
     domain.UnsupportedError: grpc.StatusCode.FAILED_PRECONDITION,
     domain.IncarnationMismatchError: grpc.StatusCode.FAILED_PRECONDITION,
+    domain.SupersededError: grpc.StatusCode.FAILED_PRECONDITION,
     domain.WatchCompactedError: grpc.StatusCode.OUT_OF_RANGE,
     domain.IllegalTransitionError: grpc.StatusCode.INTERNAL,
     UnauthenticatedError: grpc.StatusCode.UNAUTHENTICATED,

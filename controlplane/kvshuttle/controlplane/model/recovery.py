@@ -1,0 +1,214 @@
+"""What a start takes over from the store, and how the books and agents' inventories are squared.
+
+The table of what is done in each case is in docs/recovery.md; its rows are named here as there.
+
+The books of a control plane that starts may be behind: the file may be a copy. So they never prove
+that nobody reads. An inventory does: a destination that does not have a lease does not read under
+it, and nothing that would let it is under way, since what its old stream had queued was dropped on
+both sides.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvshuttle.controlplane.model import lease_events, turn_events
+from kvshuttle.controlplane.model.admission import Ledger
+from kvshuttle.controlplane.model.commands import ReaderStopped, Revoke
+from kvshuttle.controlplane.model.errors import SupersededError
+from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH, Due, State
+from kvshuttle.controlplane.model.terms import LeaseState
+
+if TYPE_CHECKING:
+    from kvshuttle.controlplane.model.lease import Lease
+    from kvshuttle.controlplane.model.reports import Hello, LeaseReport
+    from kvshuttle.controlplane.model.state import Snapshot
+    from kvshuttle.controlplane.model.work import Work
+    from kvshuttle.controlplane.model.worker import Worker
+
+__all__ = ["check_term", "first_state", "reconcile", "superseded", "take_over"]
+
+
+def first_state(now_ns: int, snapshot: Snapshot, lineage_id: str) -> State:
+    """An empty state in the term after the store's last. `lineage_id` names a store that is
+    new."""
+    return State(
+        epoch=snapshot.epoch + 1,
+        past_epoch=snapshot.epoch,
+        start_ns=now_ns,
+        lineage_id=snapshot.lineage_id or lineage_id,
+        last_incarnation=snapshot.last_incarnation,
+        revision=(snapshot.epoch + 1) * REVISIONS_PER_EPOCH,
+    )
+
+
+def take_over(w: Work, snapshot: Snapshot) -> None:
+    """Fills the state with what a store remembers. Replicas come with the agents' inventories."""
+    state, limits = w.state, w.limits
+    w.put_term()
+    for worker in snapshot.workers:
+        state.last_incarnation = max(state.last_incarnation, worker.ref.incarnation)
+        state.workers[worker.ref.worker_id] = worker
+        state.agenda.add(
+            w.now_ns + limits.lost_worker_kept_ns, Due.WORKER_FORGET, worker.ref.worker_id
+        )
+    for session in snapshot.sessions:
+        state.sessions[session.key] = session
+        state.active_sessions += session.active
+        state.agenda.add(turn_events.session_due_ns(w, session), Due.SESSION, session.key)
+        for turn in session.running():
+            state.turns[turn.token] = (session.key, turn.number)
+            for placement in turn.placements():
+                state.turns_on[placement.worker.worker_id] += 1
+            # As many times anew as there are restarts: a gateway may not have been able to end it.
+            state.agenda.add(
+                max(turn.begin_ns, w.now_ns) + limits.turn_timeout_ns,
+                Due.TURN,
+                (session.key, turn.number),
+            )
+    pending = []
+    for lease in sorted(snapshot.leases, key=lambda lease: lease.order):
+        state.leases[lease.lease_id] = lease
+        w.index_lease(None, lease)
+        if lease.state is LeaseState.PENDING:
+            pending.append(lease)
+        elif lease.open:
+            # start-granted
+            state.agenda.add(lease.deadline_ns, Due.LEASE, lease.lease_id)
+        else:
+            state.agenda.add(
+                w.now_ns + limits.ended_lease_kept_ns, Due.LEASE_FORGET, lease.lease_id
+            )
+    state.ledger = Ledger.of(state)
+    for lease in pending:
+        # start-pending: no lease is granted in another term than it was made in.
+        w.put_lease(lease.ended(LeaseState.REVOKED, "EPOCH_CHANGED", w.now_ns))
+
+
+# -- terms ---------------------------------------------------------------------------------------
+
+
+def check_term(w: Work, says: Hello, before: Worker | None) -> None:
+    """An agent says which term it has obeyed at most.
+
+    SupersededError: it was with this process before, and has since obeyed a higher term: another
+    control plane of this lineage has taken over. Of a boot that this process does not know, a term
+    that the store has not lived means that the store is an older copy: this term goes above it.
+    """
+    state, highest = w.state, says.highest_epoch
+    ours = says.lineage_id in ("", state.lineage_id)
+    welcomed = before is not None and before.boot_id == says.boot_id and before.ranks is not None
+    if welcomed and highest > state.epoch and ours:
+        raise SupersededError(
+            f"worker {says.worker_id} was with this control plane, whose epoch is {state.epoch}, "
+            f"and has obeyed epoch {highest} of {state.lineage_id} since: another control plane "
+            "has taken over, with a copy of this store. This one stops; start only one of them",
+            worker_id=says.worker_id,
+            epoch=state.epoch,
+            highest_epoch=highest,
+        )
+    if highest >= state.epoch and highest > (state.epoch if welcomed else state.past_epoch):
+        _raise_epoch(w, highest + 1)
+
+
+def _raise_epoch(w: Work, epoch: int) -> None:
+    """Goes above a term that an agent has obeyed. What was asked under the old term must not be
+    granted under the new one."""
+    w.fact("epoch_raised", before=w.state.epoch, epoch=epoch)
+    w.state.epoch = epoch
+    w.put_term()
+    for lease_id in sorted(w.state.open_leases):
+        lease = w.state.leases[lease_id]
+        if lease.state is LeaseState.PENDING:
+            lease_events.fail(w, lease, "STALE_EPOCH")
+
+
+# -- boots ---------------------------------------------------------------------------------------
+
+
+def superseded(w: Work, before: Worker) -> None:
+    """A new boot takes the place of one whose stream was lost. That its process is dead is
+    likely, not proven: sources keep to their deadlines; what it was the source of is lost."""
+    for lease in w.leases_of(before.ref.worker_id):
+        if not lease.open:
+            continue
+        if lease.source == before.ref:
+            # source-restarted
+            lease_events.fail(w, lease, "SOURCE_RESTARTED")
+        elif lease.state is LeaseState.PENDING:
+            lease_events.fail(w, lease, "DESTINATION_RESTARTED")
+        else:
+            # destination-restarted
+            w.put_lease(lease.ended(LeaseState.FAILED, "DESTINATION_RESTARTED", w.now_ns))
+
+
+# -- inventories ---------------------------------------------------------------------------------
+
+
+def reconcile(w: Work, worker: Worker, reports: tuple[LeaseReport, ...]) -> None:
+    """A boot's inventory of leases against the books, in both roles."""
+    ref = worker.ref
+    holds = {report.lease_id: report for report in reports if report.is_source}
+    reads = {report.lease_id: report for report in reports if not report.is_source}
+    for lease in w.leases_of(ref.worker_id):
+        if lease.source == ref and lease.lease_id not in holds:
+            _source_lacks(w, lease)
+        if lease.destination == ref and lease.lease_id not in reads:
+            _destination_lacks(w, w.state.leases[lease.lease_id])
+    for report in holds.values():
+        _source_has(w, worker, report)
+    for report in reads.values():
+        _destination_has(w, worker, report)
+
+
+def _source_lacks(w: Work, lease: Lease) -> None:
+    if lease.state is LeaseState.PENDING:
+        # source-pending: the Harden or its answer may have been lost.
+        lease_events.fail(w, lease, "SOURCE_RECONNECTED")
+    elif lease.open:
+        # source-let-go: its deadline has passed, or its reader has said over NIXL that it is done.
+        lease_events.fail(w, lease, "SOURCE_RELEASED")
+    else:
+        # ended-source-let-go
+        w.state.ledger.source_released(lease)
+
+
+def _source_has(w: Work, worker: Worker, report: LeaseReport) -> None:
+    lease = w.state.leases.get(report.lease_id)
+    if lease is None or lease.source != worker.ref:
+        return  # source-unknown: it keeps the range to its own deadline
+    if lease.state is LeaseState.PENDING:
+        # source-pending
+        lease_events.fail(w, lease, "SOURCE_RECONNECTED")
+    elif lease.reader_stopped:
+        # reader-stopped-source-holds: ReaderStopped was lost with the old stream.
+        version = max(lease.version, report.version + 1)
+        w.command(worker.ref, ReaderStopped(report.lease_id, version))
+    # source-holds, ended-source-holds: it goes on, to its own deadline.
+
+
+def _destination_lacks(w: Work, lease: Lease) -> None:
+    # destination-lacks-pending: its grant may still come, on the new stream.
+    if lease.state is not LeaseState.PENDING:
+        # destination-lacks, ended-destination-lacks
+        lease_events.reader_gone(w, lease, LeaseState.FAILED, "RECONNECTED")
+
+
+def _destination_has(w: Work, worker: Worker, report: LeaseReport) -> None:
+    lease = w.state.leases.get(report.lease_id)
+    if lease is not None and lease.destination == worker.ref and _runs_on(w, lease):
+        return  # destination-has, lost-destination-has
+    # stopping-destination-has, ended-destination-has, destination-unknown
+    version = max(lease.version if lease else 0, report.version) + 1
+    reason = "UNKNOWN_LEASE"
+    if lease is not None:
+        reason = lease.stop.reason if lease.stop else lease.end_reason or reason
+    w.command(worker.ref, Revoke(report.lease_id, version, reason, ""))
+
+
+def _runs_on(w: Work, lease: Lease) -> bool:
+    """Whether a destination may go on with a lease: it is granted and nobody has stopped it, or
+    only the loss of the stream has ended it in the books, which takes nothing from the right."""
+    if lease.open:
+        return lease.state is not LeaseState.PENDING and lease.stop is None
+    return lease.end_reason == lease_events.DESTINATION_LOST and w.now_ns < lease.deadline_ns
