@@ -10,7 +10,6 @@ thread anyway, and an event loop in the engine's process would be a second one b
 from __future__ import annotations
 
 import contextlib
-import random
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +20,7 @@ import grpc
 import zmq
 
 from kvshuttle.dataplane import messages as m
+from kvshuttle.dataplane.backoff import Backoff
 from kvshuttle.dataplane.clock import NS, boottime_ns
 from kvshuttle.dataplane.config import AgentConfig
 from kvshuttle.dataplane.conversation import Conversation
@@ -28,8 +28,6 @@ from kvshuttle.dataplane.limits import (
     MAX_EVENTS_A_MESSAGE,
     MAX_MESSAGE_BYTES,
     MAX_PENDING_EVENTS,
-    RECONNECT_MAX_S,
-    RECONNECT_MIN_S,
 )
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.mover import MoverEndpoint
@@ -208,23 +206,23 @@ class ControlLink:
             self._post(Tick())
 
     def _keep_connected(self) -> None:
-        pause = RECONNECT_MIN_S
+        backoff = Backoff()
         said = ""
         while not self._stopping.is_set():
+            began = boottime_ns()
             welcomed, why = self._converse()
             assert self._agent is not None
             if self._agent.fenced:
                 _log.error("link_closed_for_good", worker=self._config.worker_id)
                 return
             if welcomed:
-                pause, said = RECONNECT_MIN_S, ""
+                backoff.worked((boottime_ns() - began) / NS)
+                said = ""
             if why != said and not self._stopping.is_set():
                 # Once a reason, not once a try.
                 said = why
                 _log.warning("not_connected", worker=self._config.worker_id, reason=why)
-            # Jitter: after a restart of the control plane not all agents come in one instant.
-            self._stopping.wait(pause * random.uniform(0.5, 1.0))  # noqa: S311
-            pause = min(pause * 2, RECONNECT_MAX_S)
+            self._stopping.wait(backoff.pause())
 
     def _converse(self) -> tuple[bool, str]:
         """One stream, to its end: whether it was welcomed, and why it ended."""
@@ -240,6 +238,11 @@ class ControlLink:
             why = "the control plane closed the stream"
             try:
                 for response in call:
+                    if response.epoch < conversation.hello.highest_epoch:
+                        # It does not know yet that another has taken over; this hello tells it.
+                        why = f"epoch {response.epoch}: a control plane that was overtaken"
+                        conversation.cancel()
+                        break
                     self._hear(conversation, response)
             except grpc.RpcError as error:
                 code, details = error.code(), error.details()
@@ -260,6 +263,9 @@ class ControlLink:
         return conversation.generation > 0, why
 
     def _hear(self, conversation: _Conversation, response: agent_pb2.ConnectResponse) -> None:
+        assert self._agent is not None
+        if response.boot_id == conversation.hello.boot_id:
+            self._agent.saw_epoch(response.epoch)
         item = conversation.hear(response, boottime_ns())
         if item is None:
             return

@@ -132,6 +132,7 @@ class SchedulerAgent:
         self._obeying = threading.Lock()
         self._generation = 0
         self._highest_epoch = 0
+        self._seen_epoch = 0
         self._lineage = ""
         self._fenced = False
         self._times: dict[str, _LegTimes] = {}
@@ -150,8 +151,13 @@ class SchedulerAgent:
 
     @property
     def highest_epoch(self) -> int:
-        """The highest term obeyed; any thread."""
-        return self._highest_epoch
+        """The highest term heard of; any thread."""
+        return max(self._highest_epoch, self._seen_epoch)
+
+    def saw_epoch(self, epoch: int) -> None:
+        """The control plane speaks in this term; the link's thread. The next hello must say so even
+        if the scheduler's thread has not come to it."""
+        self._seen_epoch = max(self._seen_epoch, epoch)
 
     @property
     def lineage(self) -> str:
@@ -315,7 +321,7 @@ class SchedulerAgent:
     def _obey_batch(self, batch: CommandBatch) -> None:
         # What a closed stream or an older term had queued is not obeyed any more.
         current = batch.generation == self._generation and batch.life.open
-        if not current or batch.epoch < self._highest_epoch:
+        if not current or batch.epoch < self.highest_epoch:
             _log.warning("stale_commands_dropped", count=len(batch.commands), epoch=batch.epoch)
             return
         for command in batch.commands:

@@ -214,6 +214,27 @@ def test_an_idle_engine_is_not_woken(control_plane: ScriptedControlPlane, engine
     assert engine.wakes == before
 
 
+def test_a_control_plane_that_was_overtaken_is_not_obeyed(
+    control_plane: ScriptedControlPlane, engine: Engine
+) -> None:
+    """The hello tells it of the higher epoch; if it welcomes the agent all the same, that goes."""
+    stream = opened(control_plane)
+    stream.welcome(epoch=7)
+    stream.next("heartbeat")
+    stream.say(epoch=9, commands=agent_pb2.AgentCommands())  # raised while the stream is up
+    offer(engine)
+    stream.next_event("offered")
+    stream.close()
+    old = opened(control_plane)
+    assert old.welcome(epoch=8).highest_epoch == 9
+    again = opened(control_plane)
+    assert old.incoming.get(timeout=20) is None
+    assert not engine.link.connected
+    assert again.welcome(epoch=10).highest_epoch == 9
+    again.next("heartbeat")
+    assert engine.link.connected
+
+
 def test_a_refused_agent_keeps_trying_and_is_not_connected() -> None:
     server = ScriptedControlPlane()
     server.refuse = (grpc.StatusCode.FAILED_PRECONDITION, "block_size: ours 32, theirs 16")
