@@ -53,9 +53,16 @@ class Engine:
         return agent_pb2.AgentHello(
             worker_id="w",
             boot_id="boot-1",
+            role=types_pb2.WORKER_ROLE_DECODE,
+            url="http://127.0.0.1:1",
+            block_size=32,
+            num_blocks=100,
+            bytes_per_block=1,
+            clock=boottime_ns(),
             highest_epoch=self.agent.highest_epoch,
             lineage_id=self.agent.lineage,
             replicas=self.agent.source.inventory(),
+            leases=self.agent.lease_inventory(),
         )
 
     def _wake(self) -> None:
