@@ -1,0 +1,1 @@
+"""How fast the control plane is, from outside: see `__main__`."""
