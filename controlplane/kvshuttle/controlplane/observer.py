@@ -11,7 +11,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from kvshuttle.controlplane.model.admission import quarantine_full
 from kvshuttle.controlplane.model.session import Usage
-from kvshuttle.controlplane.model.terms import LeaseState, TransferStats, WorkerState
+from kvshuttle.controlplane.model.terms import TransferStats, WorkerState
 
 if TYPE_CHECKING:
     import threading
@@ -216,10 +216,7 @@ class _Now:
         sessions.add_metric(["ended"], len(state.sessions) - state.active_sessions)
         running = GaugeMetricFamily("kvshuttle_turns_running", "Turns that run", len(state.turns))
         leases = GaugeMetricFamily("kvshuttle_leases", "Open leases", labels=["state"])
-        by_state = {s: 0 for s in LeaseState if s.open}
-        for lease_id in state.open_leases:
-            by_state[state.leases[lease_id].state] += 1
-        for lease_state, count in by_state.items():
+        for lease_state, count in state.leases.count_by_state().items():
             leases.add_metric([lease_state.name.lower()], count)
         workers = GaugeMetricFamily("kvshuttle_workers", "Workers", labels=["state"])
         replicas = GaugeMetricFamily("kvshuttle_replicas", "Replicas", labels=["worker_id"])
@@ -247,7 +244,7 @@ class _Now:
             count = sum(w.state is worker_state for w in state.workers.values())
             workers.add_metric([worker_state.name.lower()], count)
         for name, worker in state.workers.items():
-            replicas.add_metric([name], len(state.replicas_of.get(name, ())))
+            replicas.add_metric([name], state.replicas.count_of[name])
             for kind in ("total", "free", "held", "quarantined"):
                 pool.add_metric([name, kind], getattr(worker.pool, f"{kind}_blocks"))
             holds.add_metric([name], worker.pool.holds)

@@ -256,7 +256,7 @@ def test_events_of_an_old_boot_are_dropped() -> None:
     world.lose(decode)
     new = world.connect("d", WorkerRole.DECODE, boot_id="another")
     world.offer(decode, 50)
-    assert not world.state.replicas_of.get("d")
+    assert not world.state.replicas.of_worker.get("d")
     world.harden(order, new)
     assert not world.lease(order.lease_id).open
 
@@ -352,7 +352,7 @@ def test_ended_things_do_not_pile_up() -> None:
     assert not list(stored.sessions)
     assert not list(stored.leases)
     assert not world.state.replicas
-    assert not any(world.state.leases_of.values())
+    assert not any(world.state.unstopped.values())
     assert not world.state.leases_of_turn
     assert not world.state.open_leases
 

@@ -59,7 +59,7 @@ def consider(w: Work, key: SessionKey, turn: Turn, replica: Replica) -> None:
 
 def plan_with(w: Work, key: SessionKey, plan: Plan, replica: Replica, prefill: Worker) -> Plan:
     """A lazy plan turns eager where the replica lies in prefill's cache, or is on its way there."""
-    here = w.state.replicas.get(key, {}).get((prefill.ref.worker_id, replica.head_hash))
+    here = w.state.replicas.find(key, prefill.ref.worker_id, replica.head_hash)
     if (
         here is not None
         and here.worker == prefill.ref
@@ -84,9 +84,9 @@ def ended(w: Work, lease: Lease) -> None:
     if not lease.eager:
         return
     if lease.state is LeaseState.COMPLETED:
-        replicas = w.state.replicas.get(lease.key, {})
-        there = replicas.get((lease.destination.worker_id, lease.ask_head))
-        here = replicas.get((lease.source.worker_id, lease.ask_head))
+        find = w.state.replicas.find
+        there = find(lease.key, lease.destination.worker_id, lease.ask_head)
+        here = find(lease.key, lease.source.worker_id, lease.ask_head)
         if (
             there is not None
             and here is not None

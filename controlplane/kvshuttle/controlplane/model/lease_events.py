@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvshuttle.controlplane.model import admission
+from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.commands import (
     Extend,
     Grant,
@@ -18,7 +19,6 @@ from kvshuttle.controlplane.model.errors import (
     NotFoundError,
 )
 from kvshuttle.controlplane.model.lease import Lease
-from kvshuttle.controlplane.model.state import Due
 from kvshuttle.controlplane.model.terms import (
     BlockRange,
     Direction,
@@ -168,7 +168,6 @@ def hardened(w: Work, ref: WorkerRef, lease_id: str, version: int, blocks: Descr
         return
     lease = lease.granted(blocks.range, blocks.head_hash, w.now_ns)
     w.put_lease(lease)
-    w.state.agenda.add(lease.deadline_ns, Due.LEASE, lease_id)
     w.command(
         lease.destination,
         Grant(
@@ -382,7 +381,6 @@ def extended(w: Work, ref: WorkerRef, lease_id: str, version: int, is_source: bo
         ttl_ns = lease.renewal.ttl_ns
         lease = lease.renewed_at_source(w.now_ns)
         w.put_lease(lease)
-        w.state.agenda.add(lease.deadline_ns, Due.LEASE, lease_id)
         w.command(
             lease.destination,
             Extend(lease_id, lease.version, ttl_ns, w.limits.guard_ns, destination.clock, False),

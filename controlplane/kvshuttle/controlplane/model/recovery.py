@@ -13,23 +13,28 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvshuttle.controlplane.model import lease_events, turn_events
-from kvshuttle.controlplane.model.admission import Ledger
+from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.commands import ReaderStopped, Revoke
 from kvshuttle.controlplane.model.errors import SupersededError
-from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH, Due, State
+from kvshuttle.controlplane.model.lease_table import LeaseTable
+from kvshuttle.controlplane.model.session_table import PackedSessions, SessionTable
+from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH, State
 from kvshuttle.controlplane.model.terms import LeaseState
 
 if TYPE_CHECKING:
     from kvshuttle.controlplane.model.lease import Lease
+    from kvshuttle.controlplane.model.limits import Limits
     from kvshuttle.controlplane.model.reports import Hello, LeaseReport
+    from kvshuttle.controlplane.model.session import Session
     from kvshuttle.controlplane.model.state import Snapshot
+    from kvshuttle.controlplane.model.terms import SessionKey
     from kvshuttle.controlplane.model.work import Work
     from kvshuttle.controlplane.model.worker import Worker
 
 __all__ = ["check_term", "first_state", "reconcile", "superseded", "take_over"]
 
 
-def first_state(now_ns: int, snapshot: Snapshot, lineage_id: str) -> State:
+def first_state(now_ns: int, snapshot: Snapshot, lineage_id: str, limits: Limits) -> State:
     """An empty state in the term after the store's last. `lineage_id` names a store that is
     new."""
     return State(
@@ -39,6 +44,8 @@ def first_state(now_ns: int, snapshot: Snapshot, lineage_id: str) -> State:
         lineage_id=snapshot.lineage_id or lineage_id,
         last_incarnation=snapshot.last_incarnation,
         revision=(snapshot.epoch + 1) * REVISIONS_PER_EPOCH,
+        sessions=SessionTable(limits.hot_sessions),
+        leases=LeaseTable(limits.hot_leases),
     )
 
 
@@ -52,37 +59,56 @@ def take_over(w: Work, snapshot: Snapshot) -> None:
         state.agenda.add(
             w.now_ns + limits.lost_worker_kept_ns, Due.WORKER_FORGET, worker.ref.worker_id
         )
-    for session in snapshot.sessions:
-        state.sessions[session.key] = session
-        state.active_sessions += session.active
-        state.agenda.add(turn_events.session_due_ns(w, session), Due.SESSION, session.key)
-        for turn in session.running():
-            state.turns[turn.token] = (session.key, turn.number)
-            for placement in turn.placements():
-                state.turns_on[placement.worker.worker_id] += 1
-            # As many times anew as there are restarts: a gateway may not have been able to end it.
-            state.agenda.add(
-                max(turn.begin_ns, w.now_ns) + limits.turn_timeout_ns,
-                Due.TURN,
-                (session.key, turn.number),
-            )
+    _take_over_sessions(w, snapshot)
     pending = []
     for lease in sorted(snapshot.leases, key=lambda lease: lease.order):
         state.leases[lease.lease_id] = lease
         w.index_lease(None, lease)
         if lease.state is LeaseState.PENDING:
             pending.append(lease)
-        elif lease.open:
-            # start-granted
-            state.agenda.add(lease.deadline_ns, Due.LEASE, lease.lease_id)
-        else:
+        elif not lease.open:  # start-granted: it goes on, to its deadline
             state.agenda.add(
                 w.now_ns + limits.ended_lease_kept_ns, Due.LEASE_FORGET, lease.lease_id
             )
-    state.ledger = Ledger.of(state)
+        state.ledger.lease(None, lease)
     for lease in pending:
         # start-pending: no lease is granted in another term than it was made in.
         w.put_lease(lease.ended(LeaseState.REVOKED, "EPOCH_CHANGED", w.now_ns))
+
+
+def _take_over_sessions(w: Work, snapshot: Snapshot) -> None:
+    """A million of them in some seconds: what is packed and does not run is not unpacked."""
+    state, limits = w.state, w.limits
+    running: list[Session] = []
+
+    def note(key: SessionKey, update_ns: int, *, active: bool) -> None:
+        if active:
+            state.active_sessions += 1
+            state.ledger.sessions.add(key.tenant, 1)
+        due_ns = turn_events.session_due_ns(w, update_ns, active=active)
+        state.agenda.add(due_ns, Due.SESSION, key)
+
+    if isinstance(snapshot.sessions, PackedSessions):
+        state.sessions.load(snapshot.sessions.rows)
+        for row in snapshot.sessions.rows:
+            note(row.key, row.update_ns, active=row.active)
+            if row.running:
+                running.append(row.unpack())
+    else:
+        for session in snapshot.sessions:
+            state.sessions[session.key] = session
+            note(session.key, session.update_ns, active=session.active)
+            if session.running():
+                running.append(session)
+    for session in running:
+        for turn in session.running():
+            name = (session.key, turn.number)
+            state.turns[turn.token] = name
+            state.ledger.turns.add(session.key.tenant, 1)
+            for placement in turn.placements():
+                state.turns_on[placement.worker.worker_id] += 1
+            # As many times anew as there are restarts: a gateway may not have been able to end it.
+            state.agenda.add(max(turn.begin_ns, w.now_ns) + limits.turn_timeout_ns, Due.TURN, name)
 
 
 # -- terms ---------------------------------------------------------------------------------------

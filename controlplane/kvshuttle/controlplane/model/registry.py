@@ -19,8 +19,9 @@ from kvshuttle.controlplane.model import (
     turn_events,
     worker_events,
 )
+from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.effects import Decision
-from kvshuttle.controlplane.model.state import Due, Snapshot, State
+from kvshuttle.controlplane.model.state import Snapshot, State
 from kvshuttle.controlplane.model.terms import TurnOutcome, WorkerState
 from kvshuttle.controlplane.model.work import Work
 
@@ -66,7 +67,7 @@ class Registry:
     def start(self, now_ns: int, snapshot: Snapshot, lineage_id: str) -> Decision[None]:
         """Takes up what a store remembers, in a new epoch. `lineage_id` names a store that is
         new."""
-        self.state = state = recovery.first_state(now_ns, snapshot, lineage_id)
+        self.state = state = recovery.first_state(now_ns, snapshot, lineage_id, self.limits)
         w = self._work(now_ns)
         recovery.take_over(w, snapshot)
         w.fact(
@@ -158,13 +159,13 @@ class Registry:
         """Whatever is due now, at most so much of it; call it every `tick_ns`."""
         w = self._work(now_ns)
         worker_events.silent(w)
-        for kind, name in self.state.agenda.pop(now_ns, self.limits.due_per_tick):
+        most = self.limits.due_per_tick
+        for lease_id in self.state.leases.due(now_ns, most):
+            self._lease_due(w, lease_id)
+        for kind, name in self.state.agenda.pop(now_ns, most):
             match kind:
                 case Due.LEASE:
-                    lease = self.state.leases.get(str(name))
-                    lease_events.due(w, str(name))
-                    if lease is not None:
-                        _after_lease(w, lease)
+                    self._lease_due(w, str(name))
                 case Due.TURN:
                     turn_events.abandon(w, *cast("TurnName", name))
                 case Due.SESSION:
@@ -176,17 +177,27 @@ class Registry:
         self._bound_ended_leases(w)
         return Decision(None, w.finish())
 
+    def behind(self, now_ns: int) -> bool:
+        """Whether a tick has left something that is due: the next one should come soon."""
+        return self.state.leases.behind(now_ns) or self.state.agenda.behind(now_ns)
+
+    def _lease_due(self, w: Work, lease_id: str) -> None:
+        lease = self.state.leases.get(lease_id)
+        lease_events.due(w, lease_id)
+        if lease is not None:
+            _after_lease(w, lease)
+
     def _bound_ended_leases(self, w: Work) -> None:
-        state = self.state
-        excess = len(state.leases) - len(state.open_leases) - self.limits.ended_leases_max
+        leases = self.state.leases
+        excess = len(leases.ended) - self.limits.ended_leases_max
         if excess <= 0:
             return
-        # The dict is in the order of making, so the oldest come first. One whose reader may still
-        # read stays: it would be told to stop, and its source would not be let go.
+        # Those that ended first. One whose reader may still read stays: it would be told to stop,
+        # and its source would not be let go.
         over = (
             x
-            for x in state.leases.values()
-            if not x.open and (x.reader_stopped or x.deadline_ns <= w.now_ns)
+            for x in map(leases.peek, leases.ended)
+            if x.reader_stopped or x.deadline_ns <= w.now_ns
         )
         for lease in list(islice(over, excess)):
             w.drop_lease(lease)

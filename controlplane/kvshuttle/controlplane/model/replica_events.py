@@ -98,7 +98,7 @@ def release_after_forward(w: Work, lease: Lease) -> None:
     Its blocks stay readable in its cache until they are reused."""
     if lease.direction is not Direction.FORWARD:
         return
-    replica = w.state.replicas.get(lease.key, {}).get((lease.source.worker_id, lease.ask_head))
+    replica = w.state.replicas.find(lease.key, lease.source.worker_id, lease.ask_head)
     if replica is not None and replica.worker == lease.source:
         w.command(lease.source, ReleaseReplica(lease.key, lease.ask_head))
 
@@ -113,7 +113,7 @@ def changed(
     reason: str,
 ) -> None:
     """A replica turned soft, got shorter or went away."""
-    replica = w.state.replicas.get(key, {}).get((ref.worker_id, head_hash))
+    replica = w.state.replicas.find(key, ref.worker_id, head_hash)
     if replica is None or replica.worker != ref:
         return
     session = w.state.sessions.get(key)
@@ -127,9 +127,10 @@ def changed(
 
 def forget_worker(w: Work, worker_id: str) -> None:
     """All replicas of a worker are gone: its boot is dead, or another has taken its place."""
-    for key, head_hash in list(w.state.replicas_of.get(worker_id, ())):
-        w.drop_replica(key, w.state.replicas[key][(worker_id, head_hash)])
-    w.state.replicas_of.pop(worker_id, None)
+    for key in list(w.state.replicas.of_worker.get(worker_id, ())):
+        for replica in w.state.replicas_of_session(key):
+            if replica.worker.worker_id == worker_id:
+                w.drop_replica(key, replica)
     w.state.eager_waiting.pop(worker_id, None)
 
 

@@ -1,18 +1,19 @@
-"""The tables and their indexes. Only `work.Work` changes them."""
+"""Everything that the control plane knows: tables and indexes. Only `work.Work` changes them."""
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter, defaultdict
 from dataclasses import dataclass, field
-from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from kvshuttle.controlplane.model.admission import Ledger
+from kvshuttle.controlplane.model.agenda import Agenda, Due
+from kvshuttle.controlplane.model.lease_table import LeaseTable
+from kvshuttle.controlplane.model.session_table import PackedSessions, ReplicaTable, SessionTable
 from kvshuttle.controlplane.model.terms import SessionKey
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable, Iterable
+    from collections.abc import Iterable
 
     from kvshuttle.controlplane.model.lease import Lease
     from kvshuttle.controlplane.model.replica import Replica
@@ -23,41 +24,6 @@ __all__ = ["REVISIONS_PER_EPOCH", "Agenda", "Due", "Snapshot", "State", "TurnNam
 
 TurnName = tuple[SessionKey, int]
 REVISIONS_PER_EPOCH = 1 << 40
-
-
-class Due(IntEnum):
-    """What an agenda entry is about."""
-
-    LEASE = 1
-    TURN = 2
-    SESSION = 3
-    LEASE_FORGET = 4
-    WORKER_FORGET = 5
-
-
-@dataclass(slots=True)
-class Agenda:
-    """Deadlines, soonest first. An entry is a hint to look, not an order: what it names decides
-    by its own state, so nothing is ever removed from the middle."""
-
-    _heap: list[tuple[int, int, Due, Hashable]] = field(default_factory=list)
-    _count: int = 0
-
-    def add(self, due_ns: int, kind: Due, name: Hashable) -> None:
-        """Look at `name` at `due_ns` or later."""
-        self._count += 1
-        heapq.heappush(self._heap, (due_ns, self._count, kind, name))
-
-    def pop(self, now_ns: int, at_most: int) -> list[tuple[Due, Hashable]]:
-        """What is due, at most so much of it."""
-        found: list[tuple[Due, Hashable]] = []
-        while self._heap and self._heap[0][0] <= now_ns and len(found) < at_most:
-            _, _, kind, name = heapq.heappop(self._heap)
-            found.append((kind, name))
-        return found
-
-    def __len__(self) -> int:
-        return len(self._heap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,9 +40,11 @@ class Snapshot:
 
     def latest_ns(self) -> int:
         """The newest time in it: time goes on from there, whatever the wall clock says."""
+        sessions = self.sessions
+        rows = sessions.rows if isinstance(sessions, PackedSessions) else sessions
         return max(
             self.time_ns,
-            max((x.update_ns for x in self.sessions), default=0),
+            max((x.update_ns for x in rows), default=0),
             max((max(x.create_ns, x.grant_ns, x.end_ns) for x in self.leases), default=0),
             max((max(x.heard_ns, x.end_ns) for x in self.workers), default=0),
         )
@@ -94,23 +62,19 @@ class State:
     last_incarnation: int = 0
     revision: int = 0
     lease_seq: int = 0
-    sessions: dict[SessionKey, Session] = field(default_factory=dict)
+    sessions: SessionTable = field(default_factory=SessionTable)
     active_sessions: int = 0
-    leases: dict[str, Lease] = field(default_factory=dict)
+    leases: LeaseTable = field(default_factory=LeaseTable)
     # The current boot of each worker; an older boot is known by its leases only.
     workers: dict[str, Worker] = field(default_factory=dict)
-    replicas: dict[SessionKey, dict[tuple[str, bytes], Replica]] = field(default_factory=dict)
-    replicas_of: dict[str, set[tuple[SessionKey, bytes]]] = field(
-        default_factory=lambda: defaultdict(set)
-    )
+    replicas: ReplicaTable = field(init=False)
     turns: dict[str, TurnName] = field(default_factory=dict)
     turns_on: Counter[str] = field(default_factory=Counter)
-    open_leases: set[str] = field(default_factory=set)
-    # Leases whose reader may still read, by either worker: open ones, and ended ones whose
-    # destination has not said that it stopped.
-    leases_of: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
+    # Ended leases whose destination has not said that it stopped, by either worker: whoever reads
+    # may still read. What is open is found in `leases` itself.
+    unstopped: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
     # Open ones; those that are eager belong to their session and are not among them.
-    leases_of_turn: dict[TurnName, set[str]] = field(default_factory=lambda: defaultdict(set))
+    leases_of_turn: dict[TurnName, tuple[str, ...]] = field(default_factory=dict)
     # Eager returns: the open one of a session, how many a reader has open, and what waits there
     # (turn, head hash), oldest first.
     eager_of: dict[SessionKey, str] = field(default_factory=dict)
@@ -121,6 +85,14 @@ class State:
     agenda: Agenda = field(default_factory=Agenda)
     ledger: Ledger = field(default_factory=Ledger)
 
+    def __post_init__(self) -> None:
+        self.replicas = ReplicaTable(self.sessions)
+
+    @property
+    def open_leases(self) -> list[str]:
+        """Ids of the leases that have not ended, in no order."""
+        return self.leases.open_ids()
+
     def next_revision(self) -> int:
         """Orders all changes of sessions and leases, over restarts too: the epoch is its high
         part, so it need not be stored."""
@@ -129,4 +101,4 @@ class State:
 
     def replicas_of_session(self, key: SessionKey) -> tuple[Replica, ...]:
         """Where a session's KV lies."""
-        return tuple(self.replicas.get(key, {}).values())
+        return self.sessions.replicas(key)

@@ -8,6 +8,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from kvshuttle.controlplane.model import admission, eager_events, lease_events
+from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.commands import (
     ExpectTurn,
     ForgetTurn,
@@ -17,7 +18,6 @@ from kvshuttle.controlplane.model.commands import (
 from kvshuttle.controlplane.model.errors import NotFoundError, NoWorkerError, SessionEndedError
 from kvshuttle.controlplane.model.retention import retention_ns
 from kvshuttle.controlplane.model.session import Placement, Plan, Session, Turn
-from kvshuttle.controlplane.model.state import Due
 from kvshuttle.controlplane.model.terms import (
     Direction,
     Hints,
@@ -84,7 +84,7 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
             session,
             state.replicas_of_session(ask.key),
             state.turns_on,
-            {worker: len(held) for worker, held in state.replicas_of.items()},
+            state.replicas.count_of,
             (*ask.excluded, *full),
         )
     except NoWorkerError:
@@ -112,11 +112,13 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
         request_id=ask.request_id,
     )
     w.put_session(session.with_turn(turn, w.now_ns))
-    state.turns[turn.token] = (ask.key, turn.number)
+    # One object for all indexes: there are as many as turns that run.
+    name = (state.sessions.own(ask.key), turn.number)
+    state.turns[turn.token] = name
     state.ledger.turns.add(ask.key.tenant, 1)
     for placement in turn.placements():
         state.turns_on[placement.worker.worker_id] += 1
-    state.agenda.add(w.now_ns + w.limits.turn_timeout_ns, Due.TURN, (ask.key, turn.number))
+    state.agenda.add(w.now_ns + w.limits.turn_timeout_ns, Due.TURN, name)
     lease_id = eager_events.awaited(w, ask.key, plan)
     if plan.return_mode is ReturnMode.LAZY and prefill is not None and choice.replica is not None:
         lease = lease_events.make(
@@ -334,15 +336,15 @@ def end_session(w: Work, key: SessionKey) -> Session:
     return session
 
 
-def session_due_ns(w: Work, session: Session) -> int:
+def session_due_ns(w: Work, update_ns: int, *, active: bool) -> int:
     """When a session has been idle for too long, or listed for long enough after its end.
 
     Nobody knows how long the time before a start really was: the wall clock may have been set
     forward while the process was down. So whatever it says, a session whose KV may still be held
     lives on for as long as that can be.
     """
-    kept = w.limits.session_idle_ns if session.active else w.limits.ended_session_kept_ns
-    return max(session.update_ns + kept, w.state.start_ns + min(kept, w.limits.retention_max_ns))
+    kept = w.limits.session_idle_ns if active else w.limits.ended_session_kept_ns
+    return max(update_ns + kept, w.state.start_ns + min(kept, w.limits.retention_max_ns))
 
 
 def session_due(w: Work, key: SessionKey) -> None:
@@ -350,7 +352,7 @@ def session_due(w: Work, key: SessionKey) -> None:
     session = w.state.sessions.get(key)
     if session is None:
         return
-    due_ns = session_due_ns(w, session)
+    due_ns = session_due_ns(w, session.update_ns, active=session.active)
     if session.running() or due_ns > w.now_ns:
         soon_ns = w.now_ns + w.limits.session_idle_ns // 16 + 1
         w.state.agenda.add(due_ns if due_ns > w.now_ns else soon_ns, Due.SESSION, key)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.effects import (
     Disconnect,
     DropLease,
@@ -24,7 +25,6 @@ from kvshuttle.controlplane.model.effects import (
     SessionChange,
     SessionDropped,
 )
-from kvshuttle.controlplane.model.state import Due
 
 if TYPE_CHECKING:
     from kvshuttle.controlplane.model.commands import Command
@@ -122,19 +122,14 @@ class Work:
 
     def put_replica(self, key: SessionKey, replica: Replica) -> None:
         """A replica as it stands now."""
-        before = self.state.replicas.get(key, {}).get(replica.name)
+        before = self.state.replicas.put(key, replica)
         self.state.ledger.replica(key, before, replica)
-        self.state.replicas.setdefault(key, {})[replica.name] = replica
-        self.state.replicas_of[replica.worker.worker_id].add((key, replica.head_hash))
         self.touch_session(key)
 
     def drop_replica(self, key: SessionKey, replica: Replica) -> None:
         """A replica is gone."""
-        of_session = self.state.replicas[key]
-        self.state.ledger.replica(key, of_session.pop(replica.name), None)
-        if not of_session:
-            del self.state.replicas[key]
-        self.state.replicas_of[replica.worker.worker_id].discard((key, replica.head_hash))
+        gone = self.state.replicas.drop(key, replica.name)
+        self.state.ledger.replica(key, gone, None)
         self.touch_session(key)
 
     # -- leases --------------------------------------------------------------------------------
@@ -162,26 +157,22 @@ class Work:
             )
 
     def index_lease(self, before: Lease | None, lease: Lease) -> None:
-        """Keeps what finds a lease by its state, its turn or session, and its workers."""
+        """Keeps what finds a lease by its turn or session and, once it has ended, by its workers;
+        the table itself finds open ones."""
         state = self.state
-        if lease.open:
-            state.open_leases.add(lease.lease_id)
-        else:
-            state.open_leases.discard(lease.lease_id)
-        turn = (lease.key, lease.turn)
+        is_open = lease.open
+        was_open = before is not None and before.open
         if lease.eager:
-            self._index_eager(lease, was_open=before is not None and before.open)
-        elif lease.open:
-            state.leases_of_turn[turn].add(lease.lease_id)
-        elif turn in state.leases_of_turn:
-            state.leases_of_turn[turn].discard(lease.lease_id)
-            if not state.leases_of_turn[turn]:
-                del state.leases_of_turn[turn]
+            self._index_eager(lease, was_open=was_open)
+        elif is_open != was_open:
+            self._index_turn(lease, is_open=is_open)
+        if is_open:
+            return
         for ref in (lease.source, lease.destination):
-            if lease.open or not lease.reader_stopped:
-                state.leases_of[ref.worker_id].add(lease.lease_id)
-            else:
-                state.leases_of[ref.worker_id].discard(lease.lease_id)
+            if not lease.reader_stopped:
+                state.unstopped[ref.worker_id].add(lease.lease_id)
+            elif (unstopped := state.unstopped.get(ref.worker_id)) is not None:
+                unstopped.discard(lease.lease_id)
 
     def _index_eager(self, lease: Lease, *, was_open: bool) -> None:
         state = self.state
@@ -191,11 +182,25 @@ class Work:
         elif state.eager_of.get(lease.key) == lease.lease_id:
             del state.eager_of[lease.key]
 
+    def _index_turn(self, lease: Lease, *, is_open: bool) -> None:
+        of_turn = self.state.leases_of_turn
+        turn = (lease.key, lease.turn)
+        known = of_turn.get(turn, ())
+        if is_open:
+            of_turn[self.state.turns.get(lease.turn_token, turn)] = (*known, lease.lease_id)
+        elif lease.lease_id in known:
+            left = tuple(x for x in known if x != lease.lease_id)
+            if left:
+                of_turn[turn] = left
+            else:
+                del of_turn[turn]
+
     def drop_lease(self, lease: Lease) -> None:
         """A lease is forgotten."""
         self.state.ledger.dropped(self.state.leases.pop(lease.lease_id))
         for ref in (lease.source, lease.destination):
-            self.state.leases_of[ref.worker_id].discard(lease.lease_id)
+            if ref.worker_id in self.state.unstopped:
+                self.state.unstopped[ref.worker_id].discard(lease.lease_id)
         self._leases.pop(lease.lease_id, None)
         self._dropped.append(DropLease(lease.lease_id))
         self._gone.append(LeaseDropped(0, lease.key, lease.lease_id))
@@ -203,7 +208,10 @@ class Work:
     def leases_of(self, worker_id: str) -> list[Lease]:
         """Leases from or to a worker (any boot) under which somebody may still read, oldest
         first."""
-        found = [self.state.leases[i] for i in self.state.leases_of.get(worker_id, ())]
+        leases = self.state.leases
+        names = set(leases.open_of(leases.boots_of(worker_id)))
+        names |= self.state.unstopped.get(worker_id, set())
+        found = [leases[lease_id] for lease_id in names]
         return sorted(found, key=lambda lease: lease.order)
 
     # -- the end -------------------------------------------------------------------------------

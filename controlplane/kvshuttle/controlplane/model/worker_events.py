@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 from kvshuttle.controlplane.model import lease_events, recovery, replica_events, turn_events
+from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.commands import (
     AnnouncePeer,
     Drain,
@@ -22,7 +23,6 @@ from kvshuttle.controlplane.model.errors import (
     UnsupportedError,
     WorkerFencedError,
 )
-from kvshuttle.controlplane.model.state import Due
 from kvshuttle.controlplane.model.terms import LeaseState, WorkerRef, WorkerState
 from kvshuttle.controlplane.model.worker import Worker
 

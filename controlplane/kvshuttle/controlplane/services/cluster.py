@@ -113,7 +113,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
             ready_workers=sum(worker.ready for worker in state.workers.values()),
             active_sessions=state.active_sessions,
             running_turns=len(state.turns),
-            open_leases=len(state.open_leases),
+            open_leases=state.leases.open_count,
             store=self._about.store,
             insecure_agents=self._about.insecure_agents,
         )

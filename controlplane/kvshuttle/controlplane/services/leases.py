@@ -70,8 +70,7 @@ class LeaseService(pb_grpc.LeaseServiceServicer):
         floor = tuple(after) if after else None
         only = tenant_or_all()
         page: list[Lease] = []
-        # The dict is in the order of making.
-        for lease in reversed(self._runtime.registry.state.leases.values()):
+        for lease in self._runtime.registry.state.leases.newest():
             if (
                 (floor is None or lease.order < floor)
                 and (only is None or lease.key.tenant == only)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import heapq
 from typing import TYPE_CHECKING, TypeVar
 
 from kvshuttle.controlplane.model.terms import (
@@ -27,6 +26,9 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.services.watch import Hub
 
 __all__ = ["SessionService"]
+
+LIST_SCAN = 20_000
+"""Sessions that one page looks at: some ms of the event loop."""
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -89,32 +91,40 @@ class SessionService(pb_grpc.SessionServiceServicer):
         worker_id = checks.worker_id("worker_id", request.worker_id, required=False)
         after = checks.page_token(request.page_token, 2)
         only = tenant_or_all()
-        # With a worker, the sessions that have a replica there; else all. Both are scanned: a
-        # list is an operator's call, and the order need not be kept for it on every turn.
-        names = (
-            {key for key, _ in self._state.replicas_of.get(worker_id, ())}
-            if worker_id
-            else self._state.sessions
-        )
-        floor = SessionKey(*map(str, after)) if after else None
-        sessions = self._state.sessions
-        keys = heapq.nsmallest(
-            size + 1,
-            (
-                key
-                for key in names
-                if (only is None or key.tenant == only)
-                and (floor is None or key > floor)
-                and key in sessions
-                and (state is None or sessions[key].state is state)
-            ),
-        )
-        page = [self._operations.session(key) for key in keys[:size]]
+        floor = SessionKey(*map(str, after)) if after else SessionKey(only or "", "")
+        keys, last = self._page(floor, size, only, state, worker_id)
+        page = [self._operations.session(key) for key in keys]
         await self._runtime.settled()
         return pb.ListSessionsResponse(
-            sessions=page,
-            next_page_token=checks.next_page(*keys[size - 1]) if len(keys) > size else "",
+            sessions=page, next_page_token=checks.next_page(*last) if last is not None else ""
         )
+
+    def _page(
+        self,
+        floor: SessionKey,
+        size: int,
+        only: str | None,
+        state: SessionState | None,
+        worker_id: str,
+    ) -> tuple[list[SessionKey], SessionKey | None]:
+        """Keys beyond `floor`, and the one after which the next page begins, if there is more.
+        Keys lie in order, so a page costs its own length. One that few sessions match ends after
+        so many were looked at, and is shorter than asked."""
+        sessions = self._state.sessions
+        here = self._state.replicas.of_worker.get(worker_id, {}) if worker_id else None
+        keys: list[SessionKey] = []
+        last = None
+        for looked, key in enumerate(sessions.after(floor)):
+            if only is not None and key.tenant != only:
+                break
+            if len(keys) == size or looked == LIST_SCAN:
+                return keys, last
+            last = key
+            if (here is None or key in here) and (
+                state is None or sessions.active(key) is (state is SessionState.ACTIVE)
+            ):
+                keys.append(key)
+        return keys, None
 
     async def UpdateSession(  # noqa: N802
         self, request: pb.UpdateSessionRequest, context: Any

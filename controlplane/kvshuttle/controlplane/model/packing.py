@@ -1,0 +1,102 @@
+"""Objects as bytes: how they lie in memory while nobody looks at them, and in a store's rows.
+
+MessagePack arrays in the order of the fields. A new field goes to the end of its class and has a
+default: what was packed without it can then be read.
+"""
+
+from __future__ import annotations
+
+import zlib
+
+import msgspec
+from msgspec.structs import replace
+
+from kvshuttle.controlplane.model.lease import Lease
+from kvshuttle.controlplane.model.replica import Replica
+from kvshuttle.controlplane.model.session import Session
+from kvshuttle.controlplane.model.terms import SessionKey
+
+__all__ = [
+    "Press",
+    "lease_from_bytes",
+    "lease_to_bytes",
+    "replicas_from_bytes",
+    "replicas_to_bytes",
+    "session_from_bytes",
+    "session_to_bytes",
+]
+
+_NO_KEY = SessionKey("", "")
+_encode = msgspec.msgpack.Encoder().encode
+_session = msgspec.msgpack.Decoder(Session).decode
+_lease = msgspec.msgpack.Decoder(Lease).decode
+_replicas = msgspec.msgpack.Decoder(tuple[Replica, ...]).decode
+
+
+def session_to_bytes(session: Session) -> bytes:
+    """All but its key, which names the bytes."""
+    return _encode(replace(session, key=_NO_KEY))
+
+
+def session_from_bytes(key: SessionKey, body: bytes) -> Session:
+    """The inverse. msgspec.DecodeError, a ValueError, when it is not one."""
+    return replace(_session(body), key=key)
+
+
+def lease_to_bytes(lease: Lease) -> bytes:
+    """All but its id, which names the bytes."""
+    return _encode(replace(lease, lease_id=""))
+
+
+def lease_from_bytes(lease_id: str, body: bytes) -> Lease:
+    """The inverse. msgspec.DecodeError, a ValueError, when it is not one."""
+    return replace(_lease(body), lease_id=lease_id)
+
+
+def replicas_to_bytes(replicas: tuple[Replica, ...]) -> bytes:
+    """Replicas of one session."""
+    return _encode(replicas)
+
+
+def replicas_from_bytes(body: bytes) -> tuple[Replica, ...]:
+    """The inverse."""
+    return _replicas(body)
+
+
+class Press:
+    """Compresses bytes that resemble each other, with the first of them as the dictionary. Only
+    for memory: another process could not read it."""
+
+    SAMPLE = 16
+    _LEVEL = 1
+    _WINDOW = -12
+    """Raw, with a window that holds the dictionary: an inflating stream needs 11 KB for a while."""
+
+    def __init__(self) -> None:
+        self._sample: list[bytes] = []
+        self._dictionary = b""
+
+    def press(self, body: bytes) -> bytes:
+        """A first byte says how the rest is to be read."""
+        if not self._dictionary:
+            self._sample.append(body)
+            if len(self._sample) < self.SAMPLE:
+                return b"\0" + body
+            self._dictionary = b"".join(self._sample)[-(1 << -self._WINDOW) + 512 :]
+            self._sample.clear()
+        deflate = zlib.compressobj(
+            self._LEVEL,
+            zlib.DEFLATED,
+            self._WINDOW,
+            9,
+            zlib.Z_DEFAULT_STRATEGY,
+            self._dictionary,
+        )
+        pressed = deflate.compress(body) + deflate.flush()
+        return b"\1" + pressed if len(pressed) < len(body) else b"\0" + body
+
+    def release(self, pressed: bytes) -> bytes:
+        """The inverse."""
+        if pressed[0] == 0:
+            return pressed[1:]
+        return zlib.decompressobj(self._WINDOW, self._dictionary).decompress(pressed[1:])

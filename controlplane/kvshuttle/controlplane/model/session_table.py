@@ -1,0 +1,283 @@
+"""Sessions and their replicas. Those that were touched lately are objects, the others bytes."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from msgspec import Struct
+from sortedcontainers import SortedList
+
+from kvshuttle.controlplane.model.packing import (
+    Press,
+    replicas_from_bytes,
+    replicas_to_bytes,
+    session_from_bytes,
+    session_to_bytes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvshuttle.controlplane.model.replica import Replica
+    from kvshuttle.controlplane.model.session import Session
+    from kvshuttle.controlplane.model.terms import SessionKey
+
+__all__ = ["PackedSession", "PackedSessions", "ReplicaTable", "SessionTable"]
+
+
+class PackedSession(Struct, frozen=True, gc=False):
+    """A session as a store gives it, and what must be known of it without unpacking it."""
+
+    key: SessionKey
+    body: bytes
+    update_ns: int
+    active: bool
+    running: int
+
+    def unpack(self) -> Session:
+        """The session."""
+        return session_from_bytes(self.key, self.body)
+
+
+class PackedSessions(Sequence["Session"]):
+    """Sessions that are unpacked as they are looked at."""
+
+    def __init__(self, rows: list[PackedSession]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.rows[at].unpack()
+
+    def __iter__(self) -> Iterator[Session]:
+        return (row.unpack() for row in self.rows)
+
+
+class SessionTable(MutableMapping["SessionKey", "Session"]):
+    """By key; iterates in the order of making. `hot` sessions are kept as objects.
+
+    What is read is never changed by packing: objects are immutable, and equal after it.
+    """
+
+    def __init__(self, hot: int = 10_000) -> None:
+        self._hot = hot
+        # A session's slot, and by slot: its key (the one object that all indexes share), itself,
+        # its replicas, and whether it is active.
+        self._slot: dict[SessionKey, int] = {}
+        self._keys: list[SessionKey | None] = []
+        self._rows: list[Session | bytes] = []
+        self._replicas: list[tuple[Replica, ...] | bytes] = []
+        self._active = bytearray()
+        self._free: list[int] = []
+        # Slots in the order in which they became objects.
+        self._warm: deque[int] = deque()
+        self._press = Press()
+        self._ordered: Any = SortedList()
+
+    # -- reading -------------------------------------------------------------------------------
+    def __getitem__(self, key: SessionKey) -> Session:
+        slot = self._slot[key]
+        row = self._rows[slot]
+        if isinstance(row, bytes):
+            row = self._warm_up(slot, row)
+        return row
+
+    def get(self, key: SessionKey, default: Session | None = None) -> Session | None:  # type: ignore[override]
+        """The session, if it is there."""
+        slot = self._slot.get(key)
+        if slot is None:
+            return default
+        row = self._rows[slot]
+        return self._warm_up(slot, row) if isinstance(row, bytes) else row
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._slot
+
+    def __len__(self) -> int:
+        return len(self._slot)
+
+    def __iter__(self) -> Iterator[SessionKey]:
+        return iter(self._slot)
+
+    def values(self) -> Iterator[Session]:  # type: ignore[override]
+        """All of them, without keeping what had to be unpacked."""
+        return (session for _, session in self.items())
+
+    def items(self) -> Iterator[tuple[SessionKey, Session]]:  # type: ignore[override]
+        """As `values`."""
+        for key, slot in self._slot.items():
+            row = self._rows[slot]
+            yield key, self._unpack(slot, row) if isinstance(row, bytes) else row
+
+    def own(self, key: SessionKey) -> SessionKey:
+        """The table's own object for a key, so that all indexes share one; else the key."""
+        slot = self._slot.get(key)
+        own = self._keys[slot] if slot is not None else None
+        return own if own is not None else key
+
+    def active(self, key: SessionKey) -> bool:
+        """Whether a session is there and active, without unpacking it."""
+        slot = self._slot.get(key)
+        return slot is not None and bool(self._active[slot])
+
+    def after(self, floor: SessionKey) -> Iterator[SessionKey]:
+        """Keys in order, those beyond `floor`."""
+        found: Iterator[SessionKey] = self._ordered.irange(floor, inclusive=(False, False))
+        return found
+
+    # -- changing ------------------------------------------------------------------------------
+    def __setitem__(self, key: SessionKey, session: Session) -> None:
+        slot = self._slot.get(key)
+        if slot is None:
+            slot = self._new(session.key)
+            self._ordered.add(session.key)
+            self._warm.append(slot)
+        elif isinstance(self._rows[slot], bytes):
+            self._warm.append(slot)
+        self._rows[slot] = session
+        self._active[slot] = session.active
+        if len(self._warm) > self._hot:
+            self._cool()
+
+    def __delitem__(self, key: SessionKey) -> None:
+        slot = self._slot.pop(key)
+        self._ordered.remove(key)
+        self._keys[slot] = None
+        self._rows[slot] = b""
+        self._replicas[slot] = ()
+        self._active[slot] = False
+        self._free.append(slot)
+
+    def load(self, packed: Iterable[PackedSession]) -> None:
+        """Takes up sessions as a store gives them, as bytes."""
+        ordered: list[SessionKey] = []
+        for one in packed:
+            slot = self._new(one.key)
+            self._rows[slot] = b"\0" + one.body
+            self._active[slot] = one.active
+            ordered.append(one.key)
+        self._ordered.update(ordered)
+
+    def _new(self, key: SessionKey) -> int:
+        if self._free:
+            slot = self._free.pop()
+            self._keys[slot] = key
+        else:
+            slot = len(self._keys)
+            self._keys.append(key)
+            self._rows.append(b"")
+            self._replicas.append(())
+            self._active.append(False)
+        self._slot[key] = slot
+        return slot
+
+    # -- replicas ------------------------------------------------------------------------------
+    def replicas(self, key: SessionKey) -> tuple[Replica, ...]:
+        """A session's replicas, oldest first."""
+        slot = self._slot.get(key)
+        if slot is None:
+            return ()
+        found = self._replicas[slot]
+        return replicas_from_bytes(found) if isinstance(found, bytes) else found
+
+    def put_replicas(self, key: SessionKey, replicas: tuple[Replica, ...]) -> None:
+        """Replaces them. KeyError when there is no such session."""
+        slot = self._slot[key]
+        # A session that is packed has its replicas packed: nothing will come by to do it later.
+        packed = replicas and isinstance(self._rows[slot], bytes)
+        self._replicas[slot] = replicas_to_bytes(replicas) if packed else replicas
+
+    # -- packing -------------------------------------------------------------------------------
+    def _unpack(self, slot: int, row: bytes) -> Session:
+        key = self._keys[slot]
+        assert key is not None
+        return session_from_bytes(key, self._press.release(row))
+
+    def _warm_up(self, slot: int, row: bytes) -> Session:
+        session = self._rows[slot] = self._unpack(slot, row)
+        replicas = self._replicas[slot]
+        if isinstance(replicas, bytes):
+            self._replicas[slot] = replicas_from_bytes(replicas)
+        self._warm.append(slot)
+        if len(self._warm) > self._hot:
+            self._cool()
+        return session
+
+    def _cool(self) -> None:
+        slot = self._warm.popleft()
+        row = self._rows[slot]
+        if isinstance(row, bytes):
+            return  # it has gone
+        self._rows[slot] = self._press.press(session_to_bytes(row))
+        replicas = self._replicas[slot]
+        if replicas and not isinstance(replicas, bytes):
+            self._replicas[slot] = replicas_to_bytes(replicas)
+
+
+class ReplicaTable(Mapping["SessionKey", "dict[tuple[str, bytes], Replica]"]):
+    """Where sessions' KV lies: by session, and by worker. Replicas live with their session."""
+
+    def __init__(self, sessions: SessionTable) -> None:
+        self._sessions = sessions
+        # How many replicas of which session a worker has.
+        self.of_worker: defaultdict[str, dict[SessionKey, int]] = defaultdict(dict)
+        self.count_of: Counter[str] = Counter()
+
+    def __getitem__(self, key: SessionKey) -> dict[tuple[str, bytes], Replica]:
+        if not (found := self._sessions.replicas(key)):
+            raise KeyError(key)
+        return {replica.name: replica for replica in found}
+
+    def __iter__(self) -> Iterator[SessionKey]:
+        return (key for key in self._sessions if self._sessions.replicas(key))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def find(self, key: SessionKey, worker_id: str, head_hash: bytes) -> Replica | None:
+        """One replica."""
+        for replica in self._sessions.replicas(key):
+            if replica.head_hash == head_hash and replica.worker.worker_id == worker_id:
+                return replica
+        return None
+
+    def put(self, key: SessionKey, replica: Replica) -> Replica | None:
+        """Enters a replica in the place of the one of its name, which it returns. KeyError when
+        there is no such session."""
+        name = replica.name
+        before = None
+        others = []
+        for one in self._sessions.replicas(key):
+            if one.name == name:
+                before = one
+                others.append(replica)
+            else:
+                others.append(one)
+        if before is None:
+            others.append(replica)
+            key = self._sessions.own(key)
+            of_worker = self.of_worker[name[0]]
+            of_worker[key] = of_worker.get(key, 0) + 1
+            self.count_of[name[0]] += 1
+        self._sessions.put_replicas(key, tuple(others))
+        return before
+
+    def drop(self, key: SessionKey, name: tuple[str, bytes]) -> Replica:
+        """Takes a replica out. KeyError when it is not there."""
+        found = self._sessions.replicas(key)
+        gone = next((one for one in found if one.name == name), None)
+        if gone is None:
+            raise KeyError(name)
+        self._sessions.put_replicas(key, tuple(one for one in found if one is not gone))
+        of_worker = self.of_worker[name[0]]
+        of_worker[key] -= 1
+        if not of_worker[key]:
+            del of_worker[key]
+        if not of_worker:
+            del self.of_worker[name[0]]
+        self.count_of[name[0]] -= 1
+        return gone
