@@ -56,18 +56,24 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 
 # ----------------------------------------------------------------------------------- tests
 
-.PHONY: test test-fast lint proto bench-idle clean
+.PHONY: test test-fast lint proto sim bench-idle clean
 test: model lint ## lint and all tests, those on real engines too
 	@$(BIN)/python -m pytest tests --durations=15 $(ARGS)
 
-test-fast: lint ## lint and the tests that need no engine
-	@$(BIN)/python -m pytest tests -m "not engines" --durations=5 $(ARGS)
+test-fast: lint ## lint and the tests that need no engine and little time
+	@$(BIN)/python -m pytest tests -m "not engines and not simulation" --durations=5 $(ARGS)
 
 lint: $(VENV)/.dev ## style, types, layers, the API's rules, the stubs
 	@VENV=$(VENV) scripts/lint.sh
 
 proto: $(VENV)/.dev ## generates the Python stubs from proto/
 	@VENV=$(VENV) scripts/proto.sh
+
+# make sim SCHEDULES=1000000; make sim LONG=60 runs for so many minutes; ARGS="--seed 7 --trace"
+SCHEDULES ?= 10000
+LONG ?= 0
+sim: $(VENV)/.dev ## the lease protocol on virtual time: seeded faults, invariants checked
+	@$(BIN)/python -m tests.simulation --schedules $(SCHEDULES) --minutes $(LONG) $(ARGS)
 
 bench-idle: model ## what an idle engine that holds ten sessions costs
 	@$(BIN)/python -m benchmarks.idle_cpu --model $(MODELS)/tiny $(ARGS)

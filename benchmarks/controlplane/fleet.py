@@ -58,7 +58,7 @@ class Agent:
         self.fleet = fleet
         self.worker_id = worker_id
         self.role = types.WorkerRole.ValueType(role)
-        self._stub = pb_grpc.AgentServiceStub(channel)
+        self._stub = pb_grpc.AgentServiceStub(channel)  # type: ignore[no-untyped-call]
         self._pending: list[pb.AgentEvent] = []
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -212,7 +212,9 @@ class Fleet:
         self.broken = ""
         # A channel an agent, as agents are processes of their own.
         self._channels = [
-            grpc.aio.insecure_channel(address, (*OPTIONS, ("grpc.use_local_subchannel_pool", 1)))
+            grpc.aio.insecure_channel(
+                address, (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))
+            )
             for _ in range(agents)
         ]
         half = agents // 2
@@ -265,7 +267,6 @@ class Fleet:
         key = f"{token}{role}"
         if (early := self._early.pop(key, None)) is not None:
             return early
-        future: asyncio.Future[tuple[Agent, pb.Grant, float]]
         future = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
         async with asyncio.timeout(60):

@@ -54,12 +54,13 @@ class ControlPlane:
         }
         log = (self.folder / "controlplane.log").open("ab")
         began = time.perf_counter()
-        pin = ["taskset", "-c", str(self._core)] if self._core is not None else []
+        core = self._core
         self._process = subprocess.Popen(
-            [*pin, sys.executable, "-m", "kvshuttle.controlplane"],
+            [sys.executable, "-m", "kvshuttle.controlplane"],
             env=environment,
             stdout=log,
             stderr=log,
+            preexec_fn=(lambda: os.sched_setaffinity(0, {core})) if core is not None else None,
         )
         log.close()
         while not ready.exists():

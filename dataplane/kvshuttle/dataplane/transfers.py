@@ -147,6 +147,11 @@ class Transfers:
         """Whether a request waits for one of the reads."""
         return any(not state.given_up for state in self._reads.values())
 
+    def reading(self, request_id: str) -> bool:
+        """Whether this read's bytes are still awaited: posted, not complete, not given up."""
+        state = self._reads.get(request_id)
+        return state is not None and state.phase is _Phase.POSTED and not state.given_up
+
     def poll(self) -> bool:
         """Moves everything on. True: something happened."""
         now = self._clock()

@@ -1,0 +1,1 @@
+"""The lease protocol on virtual time: see docs/simulation.md."""

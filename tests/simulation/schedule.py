@@ -1,0 +1,220 @@
+"""One schedule: what a seed draws, a time of faults, a time of healing, and what must be left."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+import traceback
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import kvshuttle.dataplane.eager
+from kvshuttle.controlplane.model.limits import Limits
+from kvshuttle.v1 import types_pb2
+from tests.simulation.clients import Behaviour
+from tests.simulation.faults import FAULTS, Faults
+from tests.simulation.invariants import Transitions, record_transitions
+from tests.simulation.kernel import MS, SECOND, Kernel, Violation
+from tests.simulation.worker import WorkerSpec
+from tests.simulation.world import Shape, World
+
+__all__ = ["Outcome", "draw", "limits_of", "prepare", "run"]
+
+DRIFT_PPM = 50_000
+"""A hundred times what clocks do, so that a missing allowance is a matter of tenths of seconds."""
+HEAL_S = 90
+"""A lease lives for its TTL, renewed for 12 s, plus guard and drift; a replica for 10 s; a turn for
+20 s; a reader may be paused for 12 s."""
+
+transitions: Transitions = Counter()
+"""Every step of every lease in this process."""
+logged_errors: list[str] = []
+"""What the agents logged as errors of their own."""
+
+
+@dataclass
+class Outcome:
+    """How a schedule went."""
+
+    seed: int
+    violation: str = ""
+    detail: str = ""
+    faults: dict[str, int] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    trace: list[str] = field(default_factory=list)
+
+    @property
+    def trace_hash(self) -> str:
+        """Equal for two runs of a seed."""
+        return hashlib.sha256("\n".join(self.trace).encode()).hexdigest()[:16]
+
+
+class _Quiet:
+    """A logger that keeps errors: an agent catches its own exceptions, a simulation must not."""
+
+    def _nothing(self, *args: object, **kwargs: object) -> None:
+        pass
+
+    debug = info = warning = error = _nothing
+
+    def exception(self, event: str, **kwargs: object) -> None:
+        logged_errors.append(f"{event} {kwargs}\n{traceback.format_exc()}")
+
+
+def prepare() -> None:
+    """Once a process: quiet logs, counted transitions, eager returns in small pieces."""
+    if getattr(prepare, "done", False):
+        return
+    prepare.done = True  # type: ignore[attr-defined]
+    record_transitions(transitions)
+    vars(kvshuttle.dataplane.eager)["EAGER_PIECE_BLOCKS"] = 3
+    for name, module in list(sys.modules.items()):
+        if name.startswith("kvshuttle.dataplane.") and hasattr(module, "_log"):
+            module._log = _Quiet()  # type: ignore[attr-defined]
+
+
+def limits_of(rng: random.Random, *, drifts: bool) -> Limits:
+    """Times short enough for a schedule to see them pass."""
+    return Limits(
+        lease_ttl_ns=rng.choice([3, 5, 9]) * SECOND,
+        lease_ttl_max_ns=12 * SECOND,
+        lease_lifetime_max_ns=20 * SECOND,
+        guard_ns=rng.choice([500, 1_000, 2_000]) * MS,
+        clock_drift_ppm=DRIFT_PPM if drifts else 200,
+        silence_ns=3 * SECOND,
+        turn_timeout_ns=20 * SECOND,
+        retention_ns=6 * SECOND,
+        retention_min_ns=SECOND,
+        retention_max_ns=10 * SECOND,
+        prefill_retention_ns=3 * SECOND,
+        min_tokens=1,
+        tick_ns=250 * MS,
+    )
+
+
+def draw(kernel: Kernel) -> Shape:
+    """A cluster and how its people behave."""
+    rng = kernel.rng
+    drifts = rng.random() < 0.35
+    ranks = 2 if rng.random() < 0.2 else 1
+    blocks = rng.choice([24, 32, 48])
+    P, D, B = (  # noqa: N806
+        types_pb2.WORKER_ROLE_PREFILL,
+        types_pb2.WORKER_ROLE_DECODE,
+        types_pb2.WORKER_ROLE_BOTH,
+    )
+    roles = rng.choice([[P, D], [P, D], [P, D, D], [P, D, B], [P, P, D]])
+    specs = [WorkerSpec(f"w{i}", role, blocks=blocks, ranks=ranks) for i, role in enumerate(roles)]
+    if rng.random() < 0.08:
+        for spec in specs:
+            spec.caching = False
+    if drifts:
+        kernel.fault("clock_drift", ppm=DRIFT_PPM)
+    delayed = rng.random() < 0.35
+    if delayed:
+        kernel.fault("message_delay")
+    adversarial = rng.random() < 0.5
+    if adversarial:
+        kernel.fault("adversarial_reuse")
+    some = rng.random
+    return Shape(
+        limits=limits_of(rng, drifts=drifts),
+        specs=specs,
+        durable=some() < 0.85,
+        sqlite=some() < 0.06,
+        adversarial=adversarial,
+        one_sided=some() < 0.6,
+        copy_messages=some() < 0.1,
+        sessions=rng.choice([1, 2, 2, 3]),
+        turns=rng.choice([3, 4, 5]),
+        drift_ppm=DRIFT_PPM if drifts else 0,
+        stream_ms=rng.choice([40.0, 250.0, 600.0]) if delayed else 3.0,
+        call_ms=rng.choice([10.0, 200.0, 800.0]) if delayed else 3.0,
+        behaviour=Behaviour(
+            abort=rng.choice([0.0, 0.1, 0.35]),
+            concurrent=rng.choice([0.0, 0.2, 0.6]),
+            end_session=rng.choice([0.0, 0.0, 0.1]),
+            duplicate=rng.choice([0.0, 0.0, 0.3]),
+            siblings=rng.choice([0.0, 0.0, 0.3]),
+            think_ms=rng.choice([50.0, 400.0, 3_000.0]),
+        ),
+    )
+
+
+def _plan_faults(world: World, faults: Faults, active_ns: int) -> None:
+    rng, kernel = world.rng, world.kernel
+    for kind, (share, most) in FAULTS.items():
+        if rng.random() >= share:
+            continue
+        for _ in range(rng.randint(1, most)):
+            kernel.at(rng.randrange(50 * MS, active_ns), None, getattr(faults, kind))
+
+
+@contextmanager
+def _caught(outcome: Outcome) -> Iterator[None]:
+    try:
+        yield
+    except Violation as violation:
+        outcome.violation = violation.invariant
+        outcome.detail = str(violation)
+    except Exception as error:  # whatever breaks is a finding
+        outcome.violation = "exception"
+        outcome.detail = f"{error!r}\n{traceback.format_exc()}"
+
+
+def run(seed: int, *, trace: bool = False) -> Outcome:
+    """Runs a seed."""
+    prepare()
+    outcome = Outcome(seed)
+    kernel = Kernel(seed, trace=trace)
+    logged_errors.clear()
+    world: World | None = None
+    with kernel.virtual_time():
+        try:
+            with _caught(outcome):
+                world = World(kernel, draw(kernel))
+                _drive(world)
+        finally:
+            if world is not None:
+                world.close()
+    outcome.faults = dict(kernel.faults)
+    outcome.numbers = {"steps": kernel.steps, "virtual_s": kernel.now // SECOND}
+    if world is not None:
+        outcome.numbers |= {
+            "reads": world.fabric.posted,
+            "eager_grants": world.checker.eager_grants,
+            "finished": world.cluster.finished,
+            "aborted": world.cluster.aborted,
+            "errors": world.cluster.errors,
+        }
+    outcome.trace = kernel.trace or []
+    return outcome
+
+
+def _drive(world: World) -> None:
+    kernel = world.kernel
+
+    def after_step() -> None:
+        world.checker.check()
+        if logged_errors:
+            raise Violation("exception", f"in an agent: {logged_errors[0]}")
+
+    kernel.after_step = after_step
+    active_ns = kernel.rng.randint(5, 14) * SECOND
+    _plan_faults(world, Faults(world), active_ns)
+    kernel.run(active_ns)
+    kernel.log("world", "heals")
+    world.heal()
+    left: list[str] = []
+    for _ in range(HEAL_S):
+        kernel.run(kernel.now + SECOND)
+        world.settle()
+        left = world.leftovers()
+        if not left:
+            break
+    if left:
+        stuck = any(x.startswith("request") for x in left)
+        raise Violation("stuck" if stuck else "bounded", f"after {HEAL_S} s: {'; '.join(left)}")
