@@ -222,7 +222,7 @@ async def test_hints_change_how_long_decode_holds(cluster: Cluster) -> None:
     request.hints.expected_idle.FromSeconds(500)
     await cluster.sessions.UpdateSession(request, timeout=T)
     retain = await decode.told("retain_replica")
-    assert (retain.head_hash, retain.retention.seconds) == (CHAIN[11], 1_000)
+    assert (retain.head_hash, retain.retention.seconds) == (CHAIN[11], 2_000)
 
 
 async def test_policy_and_exclusion(cluster: Cluster) -> None:

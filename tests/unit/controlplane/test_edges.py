@@ -17,7 +17,6 @@ from kvshuttle.controlplane.auth import Role, Tokens, is_loopback, may
 from kvshuttle.controlplane.model import errors, terms
 from kvshuttle.controlplane.model.errors import DomainError, InvalidFieldError
 from kvshuttle.controlplane.model.limits import SECOND, Limits
-from kvshuttle.controlplane.model.retention import retention_ns
 from kvshuttle.controlplane.model.terms import Hints, SessionValue
 from kvshuttle.controlplane.observer import _word
 from kvshuttle.controlplane.services.checks import Checks
@@ -213,22 +212,6 @@ def test_the_time_line_goes_on_from_what_was_stored() -> None:
     assert ahead < line.now_ns() < ahead + SECOND
     line.not_before(5)
     assert line.now_ns() > ahead
-
-
-@pytest.mark.parametrize(
-    ("hints", "seconds"),
-    [
-        (Hints(), 300),
-        (Hints(60 * SECOND), 120),
-        (Hints(0), 30),
-        (Hints(10**6 * SECOND), 3_600),
-        (Hints(None, SessionValue.LOW), 150),
-        (Hints(None, SessionValue.HIGH), 600),
-        (Hints(100 * SECOND, SessionValue.LOW), 100),
-    ],
-)
-def test_retention(hints: Hints, seconds: int) -> None:
-    assert retention_ns(hints, Limits()) == seconds * SECOND
 
 
 def test_masks_say_which_hints_are_set() -> None:

@@ -21,6 +21,7 @@ from kvshuttle.controlplane.model import (
 )
 from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.effects import Decision
+from kvshuttle.controlplane.model.gaps import Population
 from kvshuttle.controlplane.model.state import Snapshot, State
 from kvshuttle.controlplane.model.terms import TurnOutcome, WorkerState
 from kvshuttle.controlplane.model.work import Work
@@ -57,11 +58,12 @@ class Registry:
     ) -> None:
         self.limits = limits
         self.planner = planner
+        self.gaps = Population(limits)
         self.accept_lineage_change = accept_lineage_change
         self.state = State(epoch=0, lineage_id="")
 
     def _work(self, now_ns: int) -> Work:
-        return Work(self.state, self.limits, self.planner, now_ns)
+        return Work(self.state, self.limits, self.planner, self.gaps, now_ns)
 
     # -- start ---------------------------------------------------------------------------------
     def start(self, now_ns: int, snapshot: Snapshot, lineage_id: str) -> Decision[None]:
@@ -158,6 +160,7 @@ class Registry:
     def tick(self, now_ns: int) -> Decision[None]:
         """Whatever is due now, at most so much of it; call it every `tick_ns`."""
         w = self._work(now_ns)
+        self.gaps.look(now_ns)
         worker_events.silent(w)
         most = self.limits.due_per_tick
         for lease_id in self.state.leases.due(now_ns, most):

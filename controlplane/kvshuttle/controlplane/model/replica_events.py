@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvshuttle.controlplane.model import eager_events, lease_events
-from kvshuttle.controlplane.model.commands import ReleaseReplica, RetainReplica, Revoke
+from kvshuttle.controlplane.model import eager_events, lease_events, retention_events
+from kvshuttle.controlplane.model.commands import ReleaseReplica, Revoke
 from kvshuttle.controlplane.model.replica import Replica
-from kvshuttle.controlplane.model.retention import retention_ns
 from kvshuttle.controlplane.model.terms import Direction, Leg, ReplicaState, WorkerRef
 
 if TYPE_CHECKING:
@@ -63,11 +62,8 @@ def offered(w: Work, ref: WorkerRef, report: ReplicaReport) -> None:
         else:
             w.command(ref, ReleaseReplica(report.key, report.head_hash))
     elif report.leg is Leg.DECODE:
-        # Hints may have changed since the turn was announced.
-        wanted = retention_ns(session.hints, w.limits)
-        announced = turn.retention_ns if turn is not None else wanted
-        if wanted != announced:
-            w.command(ref, RetainReplica(report.key, report.head_hash, wanted))
+        announced = turn.retention_ns if turn is not None else report.hold_remaining_ns
+        retention_events.correct(w, session, replica, announced)
         if turn is not None:
             eager_events.consider(w, report.key, turn, replica)
 

@@ -1,26 +1,186 @@
-"""How long a worker holds what a turn leaves behind."""
+"""Which of the KV that turns leave behind is worth its memory, and for how long.
+
+A replica is worth what its session is about to save with it. All blocks cost the same memory and,
+roughly, the same time to compute again, so replicas compare by one number: the best ratio, over
+all horizons, of the chance that the session comes back within the horizon to the time for which
+the memory is then taken. Under pressure those with the smallest go first. With one gap
+distribution for all that falls with time it is LRU; it departs from LRU as far as a session's own
+gaps, its last turn and its client's hints say something, and no further.
+
+The idea is known as hit density (LHD, Beckmann, Chen and Cidon, NSDI 2018) and, as a rule for when
+to give up on one of several waiting jobs, as Gittins' index.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import heapq
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+from kvshuttle.controlplane.model.gaps import (
+    AGE_EDGES,
+    HINT_MIN_NS,
+    RATIO_EDGES,
+    SECOND,
+    Absence,
+    Population,
+    own_hazards,
+)
 from kvshuttle.controlplane.model.terms import SessionValue
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
     from kvshuttle.controlplane.model.limits import Limits
-    from kvshuttle.controlplane.model.terms import Hints
 
-__all__ = ["retention_ns"]
+__all__ = ["Candidate", "Outlook", "hold_ns", "surplus"]
+
+T = TypeVar("T")
+
+_STEPS = 4
+"""Steps an octave in which time away is told apart: finer than any gap can be foretold."""
+
+_TINY = 1e-6
+
+_VALUE = {SessionValue.LOW: 0.25, SessionValue.NORMAL: 1.0, SessionValue.HIGH: 4.0}
+"""What a session's claim multiplies its worth by. Worth falls about as fast as time passes, so
+HIGH lasts about four times as long as an equal session, and no claim beats a session at work."""
 
 
-def retention_ns(hints: Hints, limits: Limits) -> int:
-    """Twice the idle time that the client expects (an expectation is as often too short as too
-    long), else the default; halved or doubled by the session's value; clamped."""
-    base = limits.retention_ns
-    if hints.expected_idle_ns is not None:
-        base = 2 * hints.expected_idle_ns
-    if hints.value is SessionValue.LOW:
-        base //= 2
-    elif hints.value is SessionValue.HIGH:
-        base *= 2
-    return min(max(base, limits.retention_min_ns), limits.retention_max_ns)
+@dataclass(slots=True)
+class Outlook:
+    """What is expected of one absence, by what was known when it was made: a session's chance of
+    coming back, bin by bin. `unit_ns` is what the bins' edges are multiples of."""
+
+    since_ns: int
+    edges: Sequence[float]
+    hazards: Sequence[float]
+    unit_ns: int
+    _memo: dict[int, float] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, absence: Absence, population: Population) -> Outlook:
+        """By the client's hint where it gave one, else by the session's own gaps and those of
+        sessions like it."""
+        if absence.expected_ns is not None:
+            return cls(
+                absence.since_ns,
+                RATIO_EDGES,
+                population.hint_hazards(),
+                max(absence.expected_ns, HINT_MIN_NS),
+            )
+        hazards = own_hazards(
+            absence.sketch, population.hazards(absence.kind), population.limits.gap_own_weight
+        )
+        return cls(absence.since_ns, AGE_EDGES, hazards, SECOND)
+
+    def worth(self, now_ns: int) -> float:
+        """Expected returns per second for which the memory is taken; falls with time as a rule."""
+        # What is shorter than half the first bin is not told apart.
+        least = self.edges[1] / 2
+        age = max(least, (now_ns - self.since_ns) / self.unit_ns)
+        step = int(_STEPS * math.log2(age / least))
+        known = self._memo.get(step)
+        if known is None:
+            known = self._best(least * 2.0 ** (step / _STEPS)) * SECOND / self.unit_ns
+            self._memo[step] = known
+        return known
+
+    def _best(self, age: float) -> float:
+        """The largest, over all horizons, of the chance of a return until then over the expected
+        time until a return or then. Within a bin the chance of a return in the next moment falls
+        with one over the time away, as it does from bin to bin for most sessions."""
+        edges, hazards = self.edges, self.hazards
+        away = 1.0  # the chance that it is still away
+        taken = 0.0  # the expected time until it is back or the horizon is reached
+        best = 0.0
+        last = len(edges) - 1
+        start = age
+        for b in range(max(0, bisect_right(edges, age) - 1), last + 1):
+            low = edges[b] if b else edges[1] / 2
+            end = edges[b + 1] if b < last else 2.0 * max(low, age)
+            exponent = -math.log(max(1.0 - hazards[b], _TINY)) / math.log(end / low)
+            if not taken:
+                best = exponent / age
+            stays = (end / start) ** -exponent
+            if abs(exponent - 1.0) < _TINY:
+                mean = start * math.log(end / start)
+            else:
+                mean = start * ((end / start) ** (1.0 - exponent) - 1.0) / (1.0 - exponent)
+            taken += away * mean
+            away *= stays
+            best = max(best, (1.0 - away) / taken)
+            start = end
+        return best
+
+    def within_ns(self, share: float) -> int:
+        """Time away within which that share of the returns that are to be expected has come."""
+        away, left = 1.0, []
+        for hazard in self.hazards:
+            away *= 1.0 - hazard
+            left.append(away)
+        returning = 1.0 - left[-1]
+        before = 1.0
+        for b, after in enumerate(left):
+            if 1.0 - after >= share * returning:
+                start = self.edges[b]
+                end = self.edges[b + 1] if b + 1 < len(self.edges) else 2 * start
+                wanted = share * returning - (1.0 - before)
+                part = wanted / (before - after) if before > after else 1.0
+                return int((start + (end - start) * part) * self.unit_ns)
+            before = after
+        return int(2 * self.edges[-1] * self.unit_ns)
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate(Generic[T]):
+    """A replica that is held between two turns. `name` is the caller's."""
+
+    name: T
+    blocks: int
+    outlook: Outlook
+    value: SessionValue | None = None
+
+    def rank(self, now_ns: int) -> tuple[float, int]:
+        """Smallest goes first; of equal ones, whoever has been away for longest."""
+        claim = _VALUE[self.value] if self.value is not None else 1.0
+        return (self.outlook.worth(now_ns) * claim, self.outlook.since_ns)
+
+
+def surplus(
+    held: Iterable[Candidate[T]], blocks: int, now_ns: int
+) -> list[tuple[Candidate[T], int]]:
+    """Of which held replicas how many blocks go soft so that `blocks` do: those whose memory is
+    worth least first, and no more of the last one than it takes, from its tail, since what is
+    left of a chain's start is as good as before."""
+    going: list[tuple[Candidate[T], int]] = []
+    if blocks <= 0:
+        return going
+    ranked = [(candidate.rank(now_ns), n, candidate) for n, candidate in enumerate(held)]
+    heapq.heapify(ranked)
+    while blocks > 0 and ranked:
+        candidate = heapq.heappop(ranked)[2]
+        going.append((candidate, min(blocks, candidate.blocks)))
+        blocks -= candidate.blocks
+    return going
+
+
+def hold_ns(absence: Absence, outlook: Outlook, value: SessionValue | None, limits: Limits) -> int:
+    """How long a replica is held from the end of its turn. Four times what the client
+    expects (a factor of two either way is ordinary); without a hint, until most of the returns that
+    the session's own gaps promise have come; for a session that has never been away, the default.
+    Halved or doubled by the session's value; clamped. What is not held any more stays readable
+    until its memory is wanted."""
+    if absence.expected_ns is not None:
+        wanted = 4 * absence.expected_ns
+    elif absence.sketch:
+        wanted = outlook.within_ns(limits.retention_share)
+    else:
+        wanted = limits.retention_ns
+    if value is SessionValue.LOW:
+        wanted //= 2
+    elif value is SessionValue.HIGH:
+        wanted *= 2
+    return min(max(wanted, limits.retention_min_ns), limits.retention_max_ns)

@@ -8,6 +8,7 @@ from msgspec import Struct, field
 from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.errors import IllegalTransitionError
+from kvshuttle.controlplane.model.gaps import NO_GAPS, Absence, noted
 from kvshuttle.controlplane.model.terms import (
     Hints,
     ReturnMode,
@@ -91,6 +92,10 @@ class Session(Struct, frozen=True, array_like=True, gc=False):
     last_prefill: str = ""
     version: int = 0
     requests: tuple[str, ...] = ()
+    gaps: bytes = NO_GAPS
+    """How long it was away between its turns: see `gaps.noted`."""
+    hint_ns: int = 0
+    """When the client last said how long it would be away; 0: never."""
 
     @property
     def active(self) -> bool:
@@ -154,8 +159,45 @@ class Session(Struct, frozen=True, array_like=True, gc=False):
         return next((turn for turn in reversed(self.turns) if not turn.running), None)
 
     def with_hints(self, hints: Hints, now_ns: int) -> Session:
-        """The session with its hints replaced."""
-        return replace(self, hints=hints, update_ns=now_ns)
+        """The session with its hints replaced. What a client expects counts from when it said so;
+        a new value alone says nothing new of it."""
+        idle = hints.expected_idle_ns
+        same = idle == self.hints.expected_idle_ns and hints.value is not self.hints.value
+        return replace(
+            self,
+            hints=hints,
+            hint_ns=self.hint_ns if idle is None or same else now_ns,
+            update_ns=now_ns,
+        )
+
+    def with_gap(self, now_ns: int) -> Session:
+        """The session at the begin of its next turn: the time since its last one is noted, and
+        what the client expected of that time is over."""
+        last = self.last_ended()
+        if last is None or self.running():
+            return self
+        return replace(
+            self,
+            gaps=noted(self.gaps, now_ns - last.end_ns),
+            hints=Hints(None, self.hints.value),
+        )
+
+    def absence(self, now_ns: int) -> Absence:
+        """What is known of the time after its last turn, or after a turn that runs if that ended
+        now."""
+        running = self.running()
+        last = self.last_ended()
+        expected = self.hints.expected_idle_ns
+        if running:
+            since_ns, begin_ns = now_ns, max(turn.begin_ns for turn in running)
+        elif last is not None:
+            since_ns, begin_ns = last.end_ns, last.begin_ns
+        else:
+            since_ns = begin_ns = self.create_ns
+        busy_ns = since_ns - begin_ns
+        if expected is not None:
+            since_ns = max(since_ns, self.hint_ns)
+        return Absence(since_ns, busy_ns, self.gaps, self.hint_ns > 0, expected)
 
     def ended(self, now_ns: int) -> Session:
         """The ended session. IllegalTransitionError while a turn runs."""

@@ -82,6 +82,8 @@ class State:
     eager_waiting: dict[str, dict[SessionKey, tuple[int, bytes]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
+    # Until when a worker that was told to let replicas go is given time to show it.
+    relieved_ns: dict[str, int] = field(default_factory=dict)
     agenda: Agenda = field(default_factory=Agenda)
     ledger: Ledger = field(default_factory=Ledger)
 

@@ -7,30 +7,31 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, field
 from msgspec.structs import replace
 
-from kvshuttle.controlplane.model import admission, eager_events, lease_events
+from kvshuttle.controlplane.model import (
+    admission,
+    eager_events,
+    lease_events,
+    retention_events,
+)
 from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.commands import (
     ExpectTurn,
     ForgetTurn,
     ReleaseReplica,
-    RetainReplica,
 )
 from kvshuttle.controlplane.model.errors import NotFoundError, NoWorkerError, SessionEndedError
-from kvshuttle.controlplane.model.retention import retention_ns
 from kvshuttle.controlplane.model.session import Placement, Plan, Session, Turn
 from kvshuttle.controlplane.model.terms import (
     Direction,
     Hints,
     LeaseState,
     Leg,
-    ReplicaState,
     ReturnMode,
     ReturnPolicy,
     SessionKey,
     TurnOutcome,
     TurnState,
     WorkerRef,
-    WorkerRole,
 )
 
 if TYPE_CHECKING:
@@ -74,6 +75,7 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
         session = Session(ask.key, w.now_ns, w.now_ns)
     elif not session.active:
         session = session.restarted(w.now_ns)
+    session = session.with_gap(w.now_ns)
     session = session.with_hints(session.hints.merged(ask.hints), w.now_ns)
     before = state.sessions.get(ask.key)
     admission.turn(w, ask.key, new_session=before is None or not before.active)
@@ -108,9 +110,10 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
         prefill=Placement(prefill.ref, prefill.url) if prefill is not None else None,
         plan=plan,
         begin_ns=w.now_ns,
-        retention_ns=retention_ns(session.hints, w.limits),
+        retention_ns=retention_events.hold_ns(w, session),
         request_id=ask.request_id,
     )
+    w.gaps.back(ask.key, w.now_ns)
     w.put_session(session.with_turn(turn, w.now_ns))
     # One object for all indexes: there are as many as turns that run.
     name = (state.sessions.own(ask.key), turn.number)
@@ -243,8 +246,10 @@ def end(
         session = session.with_hints(session.hints.merged(hints), w.now_ns)
     session = session.with_turn_ended(number, outcome, usage, w.now_ns, w.limits.ended_turns_kept)
     w.put_session(session)
+    if not session.running():
+        w.gaps.away(key, session.absence(w.now_ns))
     if hints is not None:
-        _retain(w, session)
+        retention_events.retain(w, session)
     if w.state.turns.pop(turn.token, None) is not None:
         w.state.ledger.turns.add(key.tenant, -1)
     for leg, placement in ((Leg.PREFILL, turn.prefill), (Leg.DECODE, turn.decode)):
@@ -297,21 +302,13 @@ def update(w: Work, key: SessionKey, hints: Hints) -> Session:
         raise NotFoundError("session", key.session_id)
     if not session.active:
         raise SessionEndedError(f"session {key.session_id} has ended", session_id=key.session_id)
-    if session.hints != hints:
+    if session.hints != hints or hints.expected_idle_ns is not None:
         session = session.with_hints(hints, w.now_ns)
         w.put_session(session)
-        _retain(w, session)
+        if not session.running():
+            w.gaps.away(key, session.absence(w.now_ns))
+        retention_events.retain(w, session)
     return session
-
-
-def _retain(w: Work, session: Session) -> None:
-    retention = retention_ns(session.hints, w.limits)
-    for replica in w.state.replicas_of_session(session.key):
-        worker = w.worker(replica.worker)
-        if worker is None or worker.role is WorkerRole.PREFILL:
-            continue
-        if replica.state is ReplicaState.HARD:
-            w.command(replica.worker, RetainReplica(session.key, replica.head_hash, retention))
 
 
 def end_session(w: Work, key: SessionKey) -> Session:
@@ -328,6 +325,7 @@ def end_session(w: Work, key: SessionKey) -> Session:
         end(w, key, turn.number, TurnOutcome.CANCELLED)
     eager_events.end_session(w, key)
     session = w.state.sessions[key].ended(w.now_ns)
+    w.gaps.over(key, w.now_ns)
     w.put_session(session)
     w.state.agenda.add(w.now_ns + w.limits.ended_session_kept_ns, Due.SESSION, key)
     for ref in sorted(workers):

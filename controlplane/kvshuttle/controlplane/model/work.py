@@ -29,6 +29,7 @@ from kvshuttle.controlplane.model.effects import (
 if TYPE_CHECKING:
     from kvshuttle.controlplane.model.commands import Command
     from kvshuttle.controlplane.model.effects import Change
+    from kvshuttle.controlplane.model.gaps import Population
     from kvshuttle.controlplane.model.lease import Lease
     from kvshuttle.controlplane.model.limits import Limits
     from kvshuttle.controlplane.model.replica import Replica
@@ -49,6 +50,7 @@ class Work:
     state: State
     limits: Limits
     planner: Planner
+    gaps: Population
     now_ns: int
     commands: list[tuple[WorkerRef, Command]] = field(default_factory=list)
     facts: list[Fact] = field(default_factory=list)

@@ -6,7 +6,13 @@ from typing import TYPE_CHECKING
 
 from msgspec import Struct
 
-from kvshuttle.controlplane.model import lease_events, recovery, replica_events, turn_events
+from kvshuttle.controlplane.model import (
+    lease_events,
+    recovery,
+    replica_events,
+    retention_events,
+    turn_events,
+)
 from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.commands import (
     AnnouncePeer,
@@ -173,6 +179,7 @@ def heartbeat(w: Work, ref: WorkerRef, beat: Heartbeat) -> None:
     worker = w.worker(ref)
     if worker is not None and worker.connected:
         w.put_worker(worker.beat(beat, w.now_ns), durable=False)
+        retention_events.relieve(w, ref)
 
 
 def heard(w: Work, ref: WorkerRef) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from kvshuttle.controlplane.model.gaps import NO_GAPS
 from kvshuttle.controlplane.model.lease import Lease, Stop
 from kvshuttle.controlplane.model.session import Placement, Plan, Session, Turn, Usage
 from kvshuttle.controlplane.model.terms import (
@@ -100,6 +101,8 @@ def session_to_row(session: Session) -> str:
             session.last_prefill,
             session.version,
             session.requests,
+            session.gaps.hex(),
+            session.hint_ns,
         ]
     )
 
@@ -119,6 +122,9 @@ def session_from_row(tenant: str, session_id: str, body: str) -> Session:
         last_prefill=row[6],
         version=row[7],
         requests=tuple(row[8]),
+        # Rows of before the rhythm of sessions was kept are shorter.
+        gaps=bytes.fromhex(row[9]) if len(row) > 9 else NO_GAPS,
+        hint_ns=row[10] if len(row) > 10 else 0,
     )
 
 

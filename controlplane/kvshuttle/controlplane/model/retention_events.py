@@ -1,0 +1,117 @@
+"""The policy of `retention` at work: how long agents are told to hold, and which replicas turn
+soft when a worker holds more than it should."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from msgspec.structs import replace
+
+from kvshuttle.controlplane.model import retention
+from kvshuttle.controlplane.model.commands import RetainReplica
+from kvshuttle.controlplane.model.retention import Candidate, Outlook, surplus
+from kvshuttle.controlplane.model.terms import ReplicaState, WorkerRole
+
+if TYPE_CHECKING:
+    from kvshuttle.controlplane.model.replica import Replica
+    from kvshuttle.controlplane.model.session import Session
+    from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef
+    from kvshuttle.controlplane.model.work import Work
+    from kvshuttle.controlplane.model.worker import Worker
+
+__all__ = ["correct", "hold_ns", "relieve", "retain"]
+
+
+def hold_ns(w: Work, session: Session) -> int:
+    """How long a session's replica is held from now on."""
+    absence = session.absence(w.now_ns)
+    outlook = Outlook.of(absence, w.gaps)
+    return retention.hold_ns(absence, outlook, session.hints.value, w.limits)
+
+
+def correct(w: Work, session: Session, replica: Replica, announced_ns: int) -> None:
+    """A turn has left a replica: more is known of what follows than when the turn was
+    announced."""
+    wanted_ns = hold_ns(w, session)
+    if abs(wanted_ns - announced_ns) > w.limits.retention_slack * announced_ns:
+        _tell(w, session.key, replica, wanted_ns)
+
+
+def retain(w: Work, session: Session) -> None:
+    """A client has said something new: decode holds what it has for as long as that suggests."""
+    wanted_ns = hold_ns(w, session)
+    for replica in w.state.replicas_of_session(session.key):
+        worker = w.worker(replica.worker)
+        if worker is None or worker.role is WorkerRole.PREFILL:
+            continue
+        if replica.state is ReplicaState.HARD:
+            _tell(w, session.key, replica, wanted_ns)
+
+
+def relieve(w: Work, ref: WorkerRef) -> None:
+    """A worker holds more than its share, or has hardly a free block: the replicas that are worth
+    least turn soft. What a turn or a lease is using is left alone."""
+    worker = w.worker(ref)
+    if worker is None:
+        return
+    excess = _excess(w, worker)
+    if excess <= 0 or w.now_ns < w.state.relieved_ns.get(ref.worker_id, 0):
+        return
+    candidates = _candidates(w, ref)
+    going = surplus(candidates, excess, w.now_ns)
+    for candidate, _ in going:
+        key, replica = candidate.name
+        _tell(w, key, replica, 0)
+    if going:
+        w.state.relieved_ns[ref.worker_id] = w.now_ns + w.limits.relief_settle_ns
+        w.fact(
+            "worker_relieved",
+            worker_id=ref.worker_id,
+            excess_blocks=excess,
+            replicas=len(going),
+            blocks=sum(candidate.blocks for candidate, _ in going),
+        )
+
+
+def _excess(w: Work, worker: Worker) -> int:
+    pool, limits = worker.pool, w.limits
+    return max(
+        pool.held_blocks - int(limits.held_share * pool.total_blocks),
+        int(limits.free_share * pool.total_blocks) - pool.free_blocks,
+    )
+
+
+def _candidates(w: Work, ref: WorkerRef) -> list[Candidate[tuple[SessionKey, Replica]]]:
+    found = []
+    for key in _some(w, list(w.state.replicas.of_worker.get(ref.worker_id, ()))):
+        held = [
+            replica
+            for replica in w.state.replicas_of_session(key)
+            if replica.worker == ref
+            and replica.state is ReplicaState.HARD
+            # Else it was told to go, or goes by itself, and the report is under way.
+            and replica.expire_ns > w.now_ns
+        ]
+        session = w.state.sessions.get(key) if held else None
+        if session is None or session.running():
+            continue
+        outlook = Outlook.of(session.absence(w.now_ns), w.gaps)
+        for replica in held:
+            name = (key, replica)
+            found.append(Candidate(name, replica.num_blocks, outlook, session.hints.value))
+    return found
+
+
+def _some(w: Work, keys: list[SessionKey]) -> list[SessionKey]:
+    """All of the keys, or so many that ranking them does not hold up a grant: then others every
+    time, so that all get their turn."""
+    most = w.limits.relief_candidates
+    if len(keys) <= most:
+        return keys
+    start = (w.now_ns // w.limits.relief_settle_ns) * most % len(keys)
+    return (keys[start:] + keys[:start])[:most]
+
+
+def _tell(w: Work, key: SessionKey, replica: Replica, retention_ns: int) -> None:
+    w.command(replica.worker, RetainReplica(key, replica.head_hash, retention_ns))
+    w.put_replica(key, replace(replica, expire_ns=w.now_ns + retention_ns))
