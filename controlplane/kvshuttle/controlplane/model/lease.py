@@ -15,6 +15,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.errors import IllegalTransitionError
+from kvshuttle.controlplane.model.requests import remember
 from kvshuttle.controlplane.model.terms import (
     BlockRange,
     Direction,
@@ -155,6 +156,10 @@ class Lease(Struct, frozen=True, array_like=True, gc=False):
     def with_stats(self, stats: TransferStats) -> Lease:
         """What was moved, reported after the lease had ended in the books."""
         return replace(self, stats=stats)
+
+    def asked(self, request: str) -> Lease:
+        """The lease with a request remembered."""
+        return replace(self, requests=remember(self.requests, request))
 
     def renewing(self, ttl_ns: int, now_ns: int) -> Lease:
         """The source is asked to hold longer."""

@@ -335,12 +335,14 @@ def source_released(w: Work, ref: WorkerRef, lease_id: str, reason: str) -> None
         w.state.ledger.source_released(w.state.leases[lease_id])
 
 
-def renew(w: Work, lease_id: str, ttl_ns: int) -> Lease:
+def renew(w: Work, lease_id: str, ttl_ns: int, request: str = "") -> Lease:
     """Starts an extension: the source first, so that it never lets go before the destination's
-    new deadline."""
+    new deadline. A request that was made before changes nothing, even if the lease has ended."""
     lease = w.state.leases.get(lease_id)
     if lease is None:
         raise NotFoundError("lease", lease_id)
+    if request and request in lease.requests:
+        return lease
     if not lease.open or lease.stop is not None:
         raise LeaseEndedError(
             f"lease {lease_id} is {lease.state.name} and cannot be renewed",
@@ -349,15 +351,19 @@ def renew(w: Work, lease_id: str, ttl_ns: int) -> Lease:
         )
     if lease.state is LeaseState.PENDING:
         raise LeaseNotGrantedError(f"lease {lease_id} is not granted yet", lease_id=lease_id)
-    if lease.renewal is not None:
+    under_way = lease.renewal
+    if under_way is not None and w.now_ns - under_way.asked_ns <= w.limits.guard_ns:
+        if request:
+            lease = lease.asked(request)
+            w.put_lease(lease)
         return lease
     ttl_ns = min(ttl_ns, w.limits.lease_ttl_max_ns)
     left = lease.create_ns + w.limits.lease_lifetime_max_ns - w.now_ns
     if left <= 0:
         raise LeaseEndedError(f"lease {lease_id} has reached its longest life", lease_id=lease_id)
     admission.renewal(w, lease)
-    lease = lease.renewing(min(ttl_ns, left), w.now_ns)
-    w.put_lease(lease, durable=False)
+    lease = lease.renewing(min(ttl_ns, left), w.now_ns).asked(request)
+    w.put_lease(lease, durable=bool(request))
     assert lease.renewal is not None
     w.command(
         lease.source,

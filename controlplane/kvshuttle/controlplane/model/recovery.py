@@ -177,8 +177,11 @@ def reconcile(w: Work, worker: Worker, reports: tuple[LeaseReport, ...]) -> None
     holds = {report.lease_id: report for report in reports if report.is_source}
     reads = {report.lease_id: report for report in reports if not report.is_source}
     for lease in w.leases_of(ref.worker_id):
+        if lease.renewal is not None:
+            # Its Extend, or the answer, may have been lost with the old stream.
+            w.put_lease(lease.renewal_over(), durable=False)
         if lease.source == ref and lease.lease_id not in holds:
-            _source_lacks(w, lease)
+            _source_lacks(w, w.state.leases[lease.lease_id])
         if lease.destination == ref and lease.lease_id not in reads:
             _destination_lacks(w, w.state.leases[lease.lease_id])
     for report in holds.values():

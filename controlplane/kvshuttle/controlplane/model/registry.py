@@ -22,6 +22,7 @@ from kvshuttle.controlplane.model import (
 from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.effects import Decision
 from kvshuttle.controlplane.model.gaps import Population
+from kvshuttle.controlplane.model.requests import request_name
 from kvshuttle.controlplane.model.state import Snapshot, State
 from kvshuttle.controlplane.model.terms import TurnOutcome, WorkerState
 from kvshuttle.controlplane.model.work import Work
@@ -100,25 +101,30 @@ class Registry:
         w = self._work(now_ns)
         return Decision(turn_events.end(w, key, number, outcome, usage, hints), w.finish())
 
-    def update_session(self, now_ns: int, key: SessionKey, hints: Hints) -> Decision[Session]:
+    def update_session(
+        self, now_ns: int, key: SessionKey, hints: Hints, request_id: str = ""
+    ) -> Decision[Session]:
         """NotFoundError, SessionEndedError."""
         w = self._work(now_ns)
-        turn_events.update(w, key, hints)
+        turn_events.update(w, key, hints, request_name("UpdateSession", request_id))
         effects = w.finish()
         return Decision(self.state.sessions[key], effects)
 
-    def end_session(self, now_ns: int, key: SessionKey) -> Decision[Session]:
+    def end_session(self, now_ns: int, key: SessionKey, request_id: str = "") -> Decision[Session]:
         """NotFoundError."""
         w = self._work(now_ns)
-        turn_events.end_session(w, key)
+        turn_events.end_session(w, key, request_name("EndSession", request_id))
         effects = w.finish()
         return Decision(self.state.sessions[key], effects)
 
     # -- leases --------------------------------------------------------------------------------
-    def renew(self, now_ns: int, lease_id: str, ttl_ns: int) -> Decision[Lease]:
+    def renew(
+        self, now_ns: int, lease_id: str, ttl_ns: int, request_id: str = ""
+    ) -> Decision[Lease]:
         """NotFoundError, LeaseEndedError, LeaseNotGrantedError, BudgetExceededError."""
         w = self._work(now_ns)
-        return Decision(lease_events.renew(w, lease_id, ttl_ns), w.finish())
+        request = request_name("RenewLease", request_id)
+        return Decision(lease_events.renew(w, lease_id, ttl_ns, request), w.finish())
 
     def revoke(self, now_ns: int, lease_id: str, reason: str) -> Decision[Lease]:
         """NotFoundError."""
@@ -141,15 +147,21 @@ class Registry:
         worker_events.lost(w, ref, generation, reason)
         return Decision(None, w.finish())
 
-    def drain(self, now_ns: int, worker_id: str, undo: bool) -> Decision[Worker]:
+    def drain(
+        self, now_ns: int, worker_id: str, undo: bool, request_id: str = ""
+    ) -> Decision[Worker]:
         """NotFoundError."""
         w = self._work(now_ns)
-        return Decision(worker_events.drain(w, worker_id, undo), w.finish())
+        request = request_name("DrainWorker", request_id)
+        return Decision(worker_events.drain(w, worker_id, undo, request), w.finish())
 
-    def fence(self, now_ns: int, ref: WorkerRef, attestation: str) -> Decision[Worker]:
+    def fence(
+        self, now_ns: int, ref: WorkerRef, attestation: str, request_id: str = ""
+    ) -> Decision[Worker]:
         """NotFoundError, IncarnationMismatchError."""
         w = self._work(now_ns)
-        return Decision(worker_events.fence(w, ref, attestation), w.finish())
+        request = request_name("FenceWorker", request_id)
+        return Decision(worker_events.fence(w, ref, attestation, request), w.finish())
 
     # -- agents' events ------------------------------------------------------------------------
     def agent(self, now_ns: int, ref: WorkerRef) -> AgentBatch:

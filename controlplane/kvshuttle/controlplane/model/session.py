@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.errors import IllegalTransitionError
 from kvshuttle.controlplane.model.gaps import NO_GAPS, Absence, noted
+from kvshuttle.controlplane.model.requests import remember
 from kvshuttle.controlplane.model.terms import (
     Hints,
     ReturnMode,
@@ -199,6 +200,10 @@ class Session(Struct, frozen=True, array_like=True, gc=False):
             since_ns = max(since_ns, self.hint_ns)
         return Absence(since_ns, busy_ns, self.gaps, self.hint_ns > 0, expected)
 
+    def asked(self, request: str) -> Session:
+        """The session with a request remembered."""
+        return replace(self, requests=remember(self.requests, request))
+
     def ended(self, now_ns: int) -> Session:
         """The ended session. IllegalTransitionError while a turn runs."""
         if not self.active or self.running():
@@ -209,5 +214,13 @@ class Session(Struct, frozen=True, array_like=True, gc=False):
 
     def restarted(self, now_ns: int) -> Session:
         """An ended session afresh. Numbers go on: a late EndTurn of the life before must not
-        end a turn of this one."""
-        return Session(self.key, now_ns, now_ns, turn_count=self.turn_count)
+        end a turn of this one. Nor must a late EndSession end it, or a late BeginTurn begin twice:
+        what was asked is remembered."""
+        return Session(
+            self.key,
+            now_ns,
+            now_ns,
+            turn_count=self.turn_count,
+            turns=self.turns,
+            requests=self.requests,
+        )

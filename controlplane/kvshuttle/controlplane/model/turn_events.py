@@ -295,15 +295,18 @@ def abandon(w: Work, key: SessionKey, number: int) -> None:
         end(w, key, number, TurnOutcome.ABANDONED)
 
 
-def update(w: Work, key: SessionKey, hints: Hints) -> Session:
-    """Replaces the hints, and tells decode how long to hold what it has."""
+def update(w: Work, key: SessionKey, hints: Hints, request: str = "") -> Session:
+    """Replaces the hints, and tells decode how long to hold what it has. A request that was made
+    before changes nothing: other hints may have come since."""
     session = w.state.sessions.get(key)
     if session is None:
         raise NotFoundError("session", key.session_id)
+    if request and request in session.requests:
+        return session
     if not session.active:
         raise SessionEndedError(f"session {key.session_id} has ended", session_id=key.session_id)
-    if session.hints != hints or hints.expected_idle_ns is not None:
-        session = session.with_hints(hints, w.now_ns)
+    if request or session.hints != hints or hints.expected_idle_ns is not None:
+        session = session.with_hints(hints, w.now_ns).asked(request)
         w.put_session(session)
         if not session.running():
             w.gaps.away(key, session.absence(w.now_ns))
@@ -311,20 +314,21 @@ def update(w: Work, key: SessionKey, hints: Hints) -> Session:
     return session
 
 
-def end_session(w: Work, key: SessionKey) -> Session:
+def end_session(w: Work, key: SessionKey, request: str = "") -> Session:
     """Ends a session: its turns are cancelled, its leases stop, its replicas are released. They
-    stay listed until their workers say that they went."""
+    stay listed until their workers say that they went. A request that was made before changes
+    nothing: the session may live again."""
     session = w.state.sessions.get(key)
     if session is None:
         raise NotFoundError("session", key.session_id)
-    if not session.active:
+    if not session.active or (request and request in session.requests):
         return session
     workers = {r.worker for r in w.state.replicas_of_session(key)}
     for turn in session.running():
         workers |= {p.worker for p in turn.placements()}
         end(w, key, turn.number, TurnOutcome.CANCELLED)
     eager_events.end_session(w, key)
-    session = w.state.sessions[key].ended(w.now_ns)
+    session = w.state.sessions[key].ended(w.now_ns).asked(request)
     w.gaps.over(key, w.now_ns)
     w.put_session(session)
     w.state.agenda.add(w.now_ns + w.limits.ended_session_kept_ns, Due.SESSION, key)

@@ -7,6 +7,7 @@ from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.errors import IllegalTransitionError
 from kvshuttle.controlplane.model.reports import Counters, Heartbeat, Hello, PoolStats
+from kvshuttle.controlplane.model.requests import remember
 from kvshuttle.controlplane.model.terms import WorkerRef, WorkerRole, WorkerState
 
 __all__ = ["Worker"]
@@ -116,6 +117,10 @@ class Worker(Struct, frozen=True):
             ranks=None,
             fenced_boots=(*self.fenced_boots, self.boot_id)[-FENCED_BOOTS:],
         )
+
+    def asked(self, request: str) -> Worker:
+        """The worker with a request remembered."""
+        return replace(self, requests=remember(self.requests, request))
 
     def drained(self, undo: bool) -> Worker:
         """Into or out of draining; a lost worker keeps the order for its return."""

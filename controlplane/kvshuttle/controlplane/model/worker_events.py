@@ -235,24 +235,33 @@ def stale(w: Work, worker_id: str) -> None:
     w.drop_worker(worker)
 
 
-def drain(w: Work, worker_id: str, undo: bool) -> Worker:
-    """No new turns and no new leases; what is open goes on."""
+def drain(w: Work, worker_id: str, undo: bool, request: str = "") -> Worker:
+    """No new turns and no new leases; what is open goes on. A request that was made before changes
+    nothing: the opposite may have been asked since."""
     worker = w.state.workers.get(worker_id)
+    if worker is not None and request and request in worker.requests:
+        return worker
     if worker is None or worker.state is WorkerState.FENCED:
         raise NotFoundError("worker", worker_id)
+    if request and worker.draining != undo:
+        worker = worker.asked(request)
+        w.put_worker(worker)
     if worker.draining == undo:
-        worker = worker.drained(undo)
+        worker = worker.drained(undo).asked(request)
         w.put_worker(worker)
         w.command(worker.ref, Drain(undo))
         w.fact("worker_drain", worker_id=worker_id, undo=undo)
     return worker
 
 
-def fence(w: Work, ref: WorkerRef, attestation: str) -> Worker:
-    """A boot is attested dead: it reads nothing and writes nothing any more."""
+def fence(w: Work, ref: WorkerRef, attestation: str, request: str = "") -> Worker:
+    """A boot is attested dead: it reads nothing and writes nothing any more. A request that was
+    made before changes nothing, even if another boot has the name now."""
     worker = w.state.workers.get(ref.worker_id)
     if worker is None:
         raise NotFoundError("worker", ref.worker_id)
+    if request and request in worker.requests:
+        return worker
     if worker.ref != ref:
         raise IncarnationMismatchError(
             f"worker {ref.worker_id} is registered as incarnation {worker.ref.incarnation}, not "
@@ -266,7 +275,7 @@ def fence(w: Work, ref: WorkerRef, attestation: str) -> Worker:
     if worker.connected:
         w.command(ref, Fenced(attestation))
         w.disconnect(worker, "FENCED")
-    worker = worker.fenced(w.now_ns)
+    worker = worker.fenced(w.now_ns).asked(request)
     w.put_worker(worker)
     w.state.agenda.add(w.now_ns + w.limits.lost_worker_kept_ns, Due.WORKER_FORGET, ref.worker_id)
     for lease in w.leases_of(ref.worker_id):

@@ -77,7 +77,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         self._checks.request_id(request.request_id)
         name = self._checks.worker_id("worker_id", request.worker_id)
         worker = await self._runtime.apply(
-            lambda now: self._runtime.registry.drain(now, name, request.undo)
+            lambda now: self._runtime.registry.drain(now, name, request.undo, request.request_id)
         )
         return pb.DrainWorkerResponse(worker=self._out(worker))
 
@@ -96,7 +96,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         )
         ref = WorkerRef(name, request.worker.incarnation)
         worker = await self._runtime.apply(
-            lambda now: self._runtime.registry.fence(now, ref, attestation)
+            lambda now: self._runtime.registry.fence(now, ref, attestation, request.request_id)
         )
         return pb.FenceWorkerResponse(worker=self._out(worker))
 

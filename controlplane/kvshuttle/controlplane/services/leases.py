@@ -99,7 +99,9 @@ class LeaseService(pb_grpc.LeaseServiceServicer):
         self._lease(request.lease_id)
         ttl_ns = self._checks.duration("ttl", request.ttl, RENEW_LEAST_NS)
         lease = await self._runtime.apply(
-            lambda now: self._runtime.registry.renew(now, request.lease_id, ttl_ns)
+            lambda now: self._runtime.registry.renew(
+                now, request.lease_id, ttl_ns, request.request_id
+            )
         )
         return pb.RenewLeaseResponse(lease=lease_out(lease))
 

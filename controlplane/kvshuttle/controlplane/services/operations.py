@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 from msgspec import Struct
 
-from kvshuttle.controlplane.model.errors import InvalidFieldError, NotFoundError, SessionEndedError
+from kvshuttle.controlplane.model.errors import InvalidFieldError, NotFoundError
 from kvshuttle.controlplane.model.session import Usage
 from kvshuttle.controlplane.model.terms import ReturnPolicy, SessionKey, TurnOutcome
 from kvshuttle.controlplane.model.turn_events import BeginTurn
@@ -117,17 +117,13 @@ class Operations:
     ) -> Operation[Session, pb.UpdateSessionResponse]:
         """Changes hints."""
         key = self.key(request.session_id)
-        self._checks.request_id(request.request_id)
+        request_id = self._checks.request_id(request.request_id)
         session = self._runtime.registry.state.sessions.get(key)
         if session is None:
             raise NotFoundError("session", key.session_id)
-        if not session.active:
-            raise SessionEndedError(
-                f"session {key.session_id} has ended", session_id=key.session_id
-            )
         hints = self._checks.hints_masked(session.hints, request.hints, request.update_mask.paths)
         registry = self._runtime.registry
         return Operation(
-            lambda now: registry.update_session(now, key, hints),
+            lambda now: registry.update_session(now, key, hints, request_id),
             lambda _: pb.UpdateSessionResponse(session=self.session(key)),
         )

@@ -138,7 +138,9 @@ class SessionService(pb_grpc.SessionServiceServicer):
         """Ends a session."""
         key = self._operations.key(request.session_id)
         self._checks.request_id(request.request_id)
-        await self._runtime.apply(lambda now: self._runtime.registry.end_session(now, key))
+        await self._runtime.apply(
+            lambda now: self._runtime.registry.end_session(now, key, request.request_id)
+        )
         return pb.EndSessionResponse(session=self._operations.session(key))
 
     async def Turns(  # noqa: N802
