@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import zmq
 
 from kvshuttle.dataplane import messages as m
@@ -136,6 +137,7 @@ class Mover:
             _log.exception("mover_failed", rank=self._rank)
             self._transfers.fail_everything()
             self._send(m.MoverFailed(repr(error)))
+            self._refuse_from_now_on()
 
     def _loop(self) -> None:
         while True:
@@ -162,10 +164,29 @@ class Mover:
             except zmq.Again:
                 return True
             self._interval_ns = POLL_MIN_NS
-            message = m.decode_to_mover(data)
+            message = self._decode(data)
             if isinstance(message, m.Stop):
                 return False
-            self._transfers.obey(message)
+            if message is not None:
+                self._transfers.obey(message)
+
+    def _refuse_from_now_on(self) -> None:
+        """Answers every order with no, without NIXL: the scheduler side must not wait for ever."""
+        while True:
+            message = self._decode(self._commands.recv())
+            if isinstance(message, m.Stop):
+                return
+            if message is not None:
+                self._transfers.refuse(message)
+
+    @staticmethod
+    def _decode(data: bytes) -> m.ToMover | None:
+        try:
+            return m.decode_to_mover(data)
+        except msgspec.DecodeError as error:
+            # Nothing of ours says such a thing, so nobody waits for an answer.
+            _log.error("order_malformed", error=str(error), bytes=len(data))
+            return None
 
     def _send(self, message: m.FromMover) -> None:
         with contextlib.suppress(zmq.Again):

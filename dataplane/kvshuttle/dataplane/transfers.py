@@ -37,6 +37,8 @@ _log = get_logger("transfers")
 # From the reader after a READ: done, I read no more; ask, I go on. Both are answered yes or no:
 # whether the source still held the range.
 _DONE, _ASK, _YES, _NO, _HELLO = b"done", b"ask", b"yes", b"no", b"hello"
+# The reason of everything that a broken mover refuses.
+_FAILED = "MOVER_FAILED"
 
 
 class Transport(Protocol):
@@ -191,10 +193,41 @@ class Transfers:
                 self._drop_peer(message)
 
     def fail_everything(self) -> None:
-        """No request may hang because this thread died."""
+        """NIXL cannot be used any more, and no request may hang for that.
+
+        What is in flight may still be written to, so its landing blocks stay in quarantine. No
+        reader is told yes any more, and no peer counts as reachable.
+        """
+        self._serving.clear()
         for state in list(self._reads.values()):
-            if not state.given_up:
-                self._tell_engine(state.order, failed=True)
+            if state.given_up:
+                continue
+            state.given_up = _FAILED
+            self._tell_engine(state.order, failed=True)
+            if not state.order.attended:
+                self._send(m.ReadGivenUp(state.order.request_id, _FAILED))
+        for worker_id, incarnation in self._peers:
+            self._send(m.PeerReady(worker_id, incarnation, _FAILED))
+
+    def refuse(self, message: m.ToMover) -> None:
+        """One order of the scheduler side, after :meth:`fail_everything`."""
+        match message:
+            case m.Read():
+                self._tell_engine(message, failed=True)
+                self._send(m.ReadEnded(message.request_id, message.lease_id, False, _FAILED, 0, 0))
+            case m.Refuse():
+                self._report(message.request_id, failed=True)
+            case m.Unserve():
+                self._send(m.Unserved(message.lease_id))
+            case m.AddPeer():
+                self._send(m.PeerReady(message.worker_id, message.incarnation, _FAILED))
+            case m.DropPeer():
+                # Attested dead: nothing of it writes any more, so what was in flight has ended.
+                name = self._peers.pop((message.worker_id, message.incarnation), None)
+                for state in [s for s in self._reads.values() if s.peer == name]:
+                    self._end(state, published=False, reason=state.given_up)
+            case _:
+                pass
 
     # Peers.
 
@@ -275,7 +308,10 @@ class Transfers:
         if status == "DONE":
             # After completion, not before: a process that was paused must see its own lateness.
             state.completed_ns = self._clock()
-            state.bytes_moved = self._transport.bytes_moved(state.handle)
+            try:
+                state.bytes_moved = self._transport.bytes_moved(state.handle)
+            except TransportError as error:
+                _log.warning("bytes_uncounted", lease=state.order.lease_id, error=str(error))
             if state.completed_ns > state.deadline_ns:
                 self._finish(state, "LATE")
                 return True

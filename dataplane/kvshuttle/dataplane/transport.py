@@ -179,8 +179,11 @@ class NixlTransport:
             return "ERR"
 
     def bytes_moved(self, handle: ReadHandle) -> int:
-        """What NIXL counted for a completed READ, in bytes."""
-        return int(self._agent.get_xfer_telemetry(handle.raw).totalBytes)
+        """What NIXL counted for a completed READ, in bytes; raises :class:`TransportError`."""
+        try:
+            return int(self._agent.get_xfer_telemetry(handle.raw).totalBytes)
+        except Exception as error:
+            raise TransportError(f"telemetry: {error}") from error
 
     def release(self, handle: ReadHandle) -> bool:
         """Lets go of a READ. False: NIXL could not cancel it and it may still write."""

@@ -303,3 +303,37 @@ def test_a_dead_source_ends_the_read_in_bounded_time(lease: str) -> None:
             assert reader.results(20) == ([f"req-{lease}"], [f"req-{lease}"])
     finally:
         doomed.close()
+
+
+def test_an_order_that_is_none_changes_nothing(source: Far, lease: str) -> None:
+    with reader_of(source, "garbled") as reader:
+        for junk in (b"", b"\xc1\x00junk", b"{}"):
+            reader.ask(order=base64.b64encode(junk).decode())
+        source.order(m.Serve(lease, deadline()))
+        reader.order(read(source, lease))
+        assert reader.results() == ([f"req-{lease}"], [])
+
+
+def test_a_mover_that_fails_lets_nobody_wait(source: Far, lease: str) -> None:
+    with reader_of(source, "broken", {"fault_stall_reads": True}) as broken:
+        source.order(m.Serve(lease, deadline()))
+        broken.order(read(source, lease))
+        # No agent sends such an order; it stands for a defect.
+        odd = m.Read("odd", lease, *source.worker, [1, 2, 3], [1, 2, 3, 4, 5], deadline(), True)
+        broken.order(odd)
+        # The source counts as unreachable, so no request is promised anything any more.
+        assert broken.event("PeerReady")["error"] == "MOVER_FAILED"
+        assert "broadcast" in broken.event("MoverFailed")["error"]
+        # What was in flight: vLLM is told, its blocks are not free before the source is dead.
+        assert broken.results() == ([f"req-{lease}"], [f"req-{lease}"])
+
+        broken.order(read(source, f"later-{lease}"))
+        assert broken.results() == ([f"req-later-{lease}"], [f"req-later-{lease}"])
+        ended = broken.event("ReadEnded")
+        assert (ended["lease_id"], ended["reason"]) == (f"later-{lease}", "MOVER_FAILED")
+        broken.order(m.Unserve(lease))
+        assert broken.event("Unserved")["lease_id"] == lease
+        broken.order(m.Refuse("refused"))
+        assert broken.results() == (["refused"], ["refused"])
+        broken.order(m.DropPeer(*source.worker))
+        assert broken.event("ReadEnded")["lease_id"] == lease
