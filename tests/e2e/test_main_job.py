@@ -252,7 +252,10 @@ def test_a_transfer_that_stands_still_is_recomputed(cluster: Cluster, oracle: Or
     assert time.monotonic() - start < 60
     # The landing blocks stay in quarantine: nothing shows that the READ has stopped, until its
     # source is attested dead. A real stall ends the same way; here the "source" comes back.
-    assert cluster.view.workers()[PREFILL].pool.quarantined_blocks > 0
+    wait_until(
+        lambda: cluster.view.workers()[PREFILL].pool.quarantined_blocks > 0,
+        "the landing blocks are in quarantine",
+    )
     cluster.decode.kill()
     cluster.fence(DECODE)
     cluster.restart_worker(cluster.decode)

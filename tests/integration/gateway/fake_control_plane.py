@@ -172,6 +172,15 @@ class FakeControlPlane(session_grpc.SessionServiceServicer, cluster_grpc.Cluster
             )
         )
 
+    async def Turns(  # noqa: N802
+        self,
+        request_iterator: AsyncIterator[session.TurnsRequest],
+        context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
+    ) -> AsyncIterator[session.TurnsResponse]:
+        """As a control plane of before the stream of turns."""
+        await _refuse(context, status(code_pb2.UNIMPLEMENTED, "UNIMPLEMENTED"))
+        yield session.TurnsResponse()
+
     async def WatchSessions(  # noqa: N802
         self,
         request: session.WatchSessionsRequest,
