@@ -20,6 +20,7 @@ __all__ = [
     "check_log",
     "check_version",
     "damaged",
+    "journal_path",
     "log_path",
     "size_of",
 ]
@@ -43,6 +44,12 @@ def damaged(path: Path, error: object) -> StoreDamagedError:
 def log_path(path: Path) -> Path:
     """Where SQLite keeps what is committed and not yet in the file itself."""
     return path.with_name(path.name + "-wal")
+
+
+def journal_path(path: Path) -> Path:
+    """What takes the file back to before it was made, or was set to keep a log, if that was cut
+    short; gone as soon as both are done."""
+    return path.with_name(path.name + "-journal")
 
 
 def size_of(path: Path) -> int:
@@ -79,7 +86,7 @@ def check_header(path: Path, newest: int) -> bool:
         raise StoreError(f"{path} cannot be read: {error}") from error
     if not os.access(path, os.W_OK):
         raise StoreError(f"{path} is read-only: let the control plane's user write it")
-    if size_of(path.with_name(path.name + "-journal")):
+    if size_of(journal_path(path)):
         # A crash in the middle of making it: SQLite takes it back to what it was before.
         return False
     if not header:

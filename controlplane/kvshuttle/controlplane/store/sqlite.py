@@ -31,6 +31,7 @@ from kvshuttle.controlplane.store.files import (
     check_log,
     check_version,
     damaged,
+    journal_path,
     log_path,
     size_of,
 )
@@ -72,7 +73,7 @@ class SqliteStore:
         new = check_header(self.path, SCHEMA_VERSION)
         if not new:
             check_log(self.path)
-            if size_of(log_path(self.path)):
+            if size_of(log_path(self.path)) and not size_of(journal_path(self.path)):
                 self._check_pages()
         else:
             # Turn tokens are in it: nobody else reads it.
