@@ -61,6 +61,34 @@ def test_with_prefills_cache_cold_all_comes_back(
         assert lease.stats.bytes == lease.stats.tokens * bytes_a_token
 
 
+def test_an_answer_of_one_token_is_offered_too(cluster: Cluster, oracle: Oracle) -> None:
+    talk = Conversation("one-token", seed=38)
+    messages = talk.say()
+    answer = cluster.client.ask(messages, session=talk.session, max_tokens=1)
+    talk.heard(answer)
+    oracle.check(answer, messages, max_tokens=1)
+    cluster.wait_offered(talk.session, answer.prompt_tokens // BLOCK * BLOCK)
+    cluster.forget_prefill()
+    assert turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE) > 0
+
+
+def test_a_cache_salt_keeps_kv_apart(cluster: Cluster, oracle: Oracle) -> None:
+    """It is part of every block's hash, so equal text under another salt is other KV."""
+    talk = Conversation("salt", seed=37)
+    returned = []
+    for salt in ("one", "one", "two"):
+        cluster.forget_prefill()
+        before = cluster.returned_tokens()
+        messages = talk.say()
+        answer = cluster.client.ask(messages, session=talk.session, max_tokens=16, cache_salt=salt)
+        talk.heard(answer)
+        oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
+        cluster.wait_offered(talk.session, answer.prompt_tokens // BLOCK * BLOCK)
+        returned.append(cluster.returned_tokens() - before)
+    assert returned[0] == returned[2] == 0
+    assert returned[1] > 0
+
+
 def test_what_prefill_has_itself_is_not_moved(cluster: Cluster, oracle: Oracle) -> None:
     talk = Conversation("partial", seed=3)
     for _ in range(2):
