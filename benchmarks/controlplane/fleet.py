@@ -212,9 +212,7 @@ class Fleet:
         self.broken = ""
         # A channel an agent, as agents are processes of their own.
         self._channels = [
-            grpc.aio.insecure_channel(
-                address, (*OPTIONS, ("grpc.use_local_subchannel_pool", 1))
-            )
+            grpc.aio.insecure_channel(address, (*OPTIONS, ("grpc.use_local_subchannel_pool", 1)))
             for _ in range(agents)
         ]
         half = agents // 2

@@ -172,5 +172,3 @@ class Load:
         if self.fleet.told("grant") - before != self._grants - grants:
             raise RuntimeError("agents have received other grants than turns have used")
         return Measured(self.done, seconds, self.server.cpu_s() - cpu, self.grant_ms)
-
-

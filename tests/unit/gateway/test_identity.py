@@ -9,7 +9,7 @@ import pytest
 
 from kvshuttle.gateway.body import RequestBody, parse
 from kvshuttle.gateway.errors import ApiError
-from kvshuttle.gateway.identity import identify
+from kvshuttle.gateway.identity import CLIENT_HEADERS, Identity, identify
 
 
 def chat(**fields: Any) -> RequestBody:
@@ -29,16 +29,16 @@ HELLO = message("user", "hello")
 
 
 def derived(body: RequestBody, tenant: str = "t") -> str:
-    identity = identify(tenant, None, body)
+    identity = identify(tenant, {}, body)
     assert identity.source == "derived"
     return identity.session_id
 
 
 def test_header_goes_before_key_goes_before_content() -> None:
     body = chat(messages=[HELLO], prompt_cache_key="k")
-    assert identify("t", b"h", body).session_id == "h"
-    assert identify("t", None, body).session_id == "k"
-    assert identify("t", None, chat(messages=[HELLO], prompt_cache_key="")).source == "derived"
+    assert identify("t", {"x-session-id": "h"}, body).session_id == "h"
+    assert identify("t", {}, body).session_id == "k"
+    assert identify("t", {}, chat(messages=[HELLO], prompt_cache_key="")).source == "derived"
 
 
 def test_later_turns_of_a_conversation_have_the_same_id() -> None:
@@ -70,25 +70,70 @@ def test_completions() -> None:
     assert derived(completion(start)) == derived(completion(start + "more"))
     assert derived(completion([start])) == derived(completion(start))
     assert derived(completion(list(range(70)))) == derived(completion(list(range(90))))
-    two = [identify("t", None, completion(["a", "b"])) for _ in range(2)]
+    two = [identify("t", {}, completion(["a", "b"])) for _ in range(2)]
     assert two[0].source == "unique"
     assert two[0].session_id != two[1].session_id
 
 
 def test_ids_that_do_not_fit() -> None:
     long = chat(messages=[HELLO], prompt_cache_key="k" * 300)
-    assert len(identify("t", None, long).session_id) <= 256
-    assert identify("t", None, long) == identify("t", None, long)
-    assert identify("t", "é".encode(), long).session_id == "é"
+    assert len(identify("t", {}, long).session_id) <= 256
+    assert identify("t", {}, long) == identify("t", {}, long)
+    assert identify("t", {"x-session-id": "é".encode().decode("latin-1")}, long).session_id == "é"
     for header in (b"x" * 257, b"", b"\xff", b"a\x07"):
         with pytest.raises(ApiError) as raised:
-            identify("t", header, long)
+            identify("t", {"x-session-id": header.decode("latin-1")}, long)
         assert raised.value.status == 400
         assert raised.value.param == "X-Session-ID"
     with pytest.raises(ApiError):
-        identify("t", None, chat(messages=[HELLO], prompt_cache_key=7))
+        identify("t", {}, chat(messages=[HELLO], prompt_cache_key=7))
 
 
 def test_messages_that_are_none_do_not_break() -> None:
     for messages in (None, "x", [], [1], [{"role": "assistant"}]):
-        assert identify("t", None, chat(messages=messages)).session_id
+        assert identify("t", {}, chat(messages=messages)).session_id
+
+
+@pytest.mark.parametrize("name", CLIENT_HEADERS)
+def test_what_agents_send_by_themselves_names_the_session(name: str) -> None:
+    body = chat(messages=[HELLO], prompt_cache_key="k")
+    assert identify("t", {name: "abc"}, body) == Identity("abc", "client_header")
+    assert identify("t", {name: "abc", "x-session-id": "mine"}, body).session_id == "mine"
+    assert identify("t", {name: " "}, body).session_id == "k"
+
+
+def test_the_earlier_of_two_client_headers_counts() -> None:
+    headers = {name: f"by-{name}" for name in reversed(CLIENT_HEADERS)}
+    assert identify("t", headers, chat(messages=[HELLO])).session_id == f"by-{CLIENT_HEADERS[0]}"
+
+
+def test_a_client_header_that_does_not_fit_is_hashed_not_refused() -> None:
+    headers = {"session-id": "x" * 300}
+    found = identify("t", headers, chat(messages=[HELLO]))
+    assert found.session_id.startswith("key-")
+    assert found == identify("t", headers, chat(messages=[SYSTEM, HELLO]))
+
+
+def test_a_session_in_the_users_id() -> None:
+    user = "user_0a1b_account__session_7f3e2a10-0000-4000-8000-000000000000"
+    body = chat(messages=[HELLO], metadata={"user_id": user})
+    assert identify("t", {}, body) == Identity(
+        "7f3e2a10-0000-4000-8000-000000000000", "user_session"
+    )
+    assert identify(
+        "t", {}, chat(messages=[HELLO], prompt_cache_key="k", metadata={"user_id": user})
+    )
+    assert identify("t", {}, chat(messages=[HELLO], metadata=["user_id"])).source == "derived"
+
+
+def test_two_conversations_of_one_user_stay_two() -> None:
+    metadata = {"user_id": "someone"}
+    one = identify("t", {}, chat(messages=[SYSTEM, HELLO], metadata=metadata))
+    other = identify("t", {}, chat(messages=[SYSTEM, message("user", "bye")], metadata=metadata))
+    assert one.source == other.source == "user"
+    assert one.session_id != other.session_id
+    later = chat(
+        messages=[SYSTEM, HELLO, message("assistant", "hi"), message("user", "more")],
+        metadata=metadata,
+    )
+    assert identify("t", {}, later) == one

@@ -21,7 +21,7 @@ from kvshuttle.gateway import errors, metrics
 from kvshuttle.gateway.auth import Authenticator
 from kvshuttle.gateway.control import ControlPlane
 from kvshuttle.gateway.engines import EngineDirectory
-from kvshuttle.gateway.identity import SESSION_HEADER, identify
+from kvshuttle.gateway.identity import identify
 from kvshuttle.gateway.legs import PATHS, EngineHttp
 from kvshuttle.gateway.turn import STATUS_CLIENT_GONE, Services, TurnRequest, TurnRun
 from kvshuttle.v1 import session_service_pb2 as session
@@ -227,12 +227,7 @@ class CompletionEndpoint:
         body = bodies.parse(self._route, raw)
         if body.dropped_kv_params:
             gateway.metrics.dropped_kv_params.inc()
-        session_header = headers.get(SESSION_HEADER)
-        identity = identify(
-            tenant,
-            None if session_header is None else session_header.encode("latin-1"),
-            body,
-        )
+        identity = identify(tenant, headers, body)
         return TurnRequest(tenant, identity, body, headers, policy, started)
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -15,9 +16,19 @@ from kvshuttle.gateway.body import prompt_count
 from kvshuttle.gateway.errors import bad_request
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvshuttle.gateway.body import RequestBody
 
 SESSION_HEADER = "x-session-id"
+# What agents and their proxies send by themselves, in this order. The name with the underscore is
+# how older releases of one of them spell the next one.
+CLIENT_HEADERS = (
+    "x-claude-code-session-id",
+    "session-id",
+    "session_id",
+    "x-session-affinity",
+)
 # The limit of BeginTurnRequest.session_id.
 MAX_SESSION_ID_CHARS = 256
 # A completion's first turn is recognized in its later ones by this much of its start.
@@ -25,7 +36,12 @@ _PROMPT_HEAD_CHARS = 256
 _PROMPT_HEAD_TOKENS = 64
 _DIGEST_CHARS = 40
 
-Source = Literal["header", "prompt_cache_key", "derived", "unique"]
+# Some agents put the session into the user's id, after whatever names the user.
+_SESSION_IN_USER = re.compile(r"session_([0-9A-Za-z-]{8,64})$")
+
+Source = Literal[
+    "header", "client_header", "prompt_cache_key", "user_session", "user", "derived", "unique"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +52,22 @@ class Identity:
     source: Source
 
 
-def identify(tenant: str, header: bytes | None, body: RequestBody) -> Identity:
-    """Names the session: header, then `prompt_cache_key`, then the conversation's own start.
+def identify(tenant: str, headers: Mapping[str, str], body: RequestBody) -> Identity:
+    """Names the session by the first of these that the request has: X-Session-ID, a header of
+    `CLIENT_HEADERS`, `prompt_cache_key`, a session in `metadata.user_id`, the conversation's own
+    start (with that user's id, if there is one).
 
-    `header` is the raw value of X-Session-ID. Raises a 400 ApiError for an id that cannot be one.
+    Header values are as HTTP has them: text in Latin-1. Raises a 400 ApiError for an X-Session-ID
+    or a `prompt_cache_key` that cannot be one; what a client sends without being told to is never
+    refused.
     """
+    header = headers.get(SESSION_HEADER)
     if header is not None:
-        return Identity(_from_header(header), "header")
+        return Identity(_from_header(header.encode("latin-1")), "header")
+    for name in CLIENT_HEADERS:
+        sent = headers.get(name, "").strip()
+        if sent:
+            return Identity(_fitted(sent), "client_header")
     key = body.fields.get("prompt_cache_key")
     if key is not None:
         if not isinstance(key, str):
@@ -52,9 +77,17 @@ def identify(tenant: str, header: bytes | None, body: RequestBody) -> Identity:
             )
         if key:
             return Identity(_fitted(key), "prompt_cache_key")
+    metadata = body.fields.get("metadata")
+    user = metadata.get("user_id") if isinstance(metadata, dict) else None
+    user = user if isinstance(user, str) and user else None
+    if user is not None and (found := _SESSION_IN_USER.search(user)):
+        return Identity(found.group(1), "user_session")
     seed = _chat_seed(body) if body.route == "chat" else _completion_seed(body)
     if seed is None:
         return Identity(f"one-{uuid.uuid4().hex}", "unique")
+    if user is not None:
+        # A user has many conversations: alone, the id would make them one.
+        return Identity("user-" + _digest([tenant, body.model, user, *seed]), "user")
     return Identity("auto-" + _digest([tenant, body.model, *seed]), "derived")
 
 
