@@ -174,7 +174,7 @@ def test_damage_in_a_page_is_found_with_a_log_too(tmp_path: Path) -> None:
 
 def test_a_row_that_was_changed_by_hand_is_found(closed: Path) -> None:
     with sqlite3.connect(closed) as db:
-        db.execute("UPDATE sessions SET body = replace(body, '0', '1')")
+        db.execute("UPDATE sessions SET body = zeroblob(length(body))")
     db.close()
     refused(closed, StoreDamagedError, "a row of sessions is not what was written")
 

@@ -134,5 +134,5 @@ def test_an_upgrade_killed_at_any_statement_is_done_or_not_begun(
         assert ("crc" in columns) is (version > 1)
         versions.append(version)
         check(read(path))
-    assert set(versions) == {1, migrations.VERSION}
+    assert set(versions) == set(range(1, migrations.VERSION + 1))
     assert len(versions) > 20

@@ -139,6 +139,7 @@ def test_all_indexes_share_one_key() -> None:
     assert table.own(again) is first
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=800), min_size=1, max_size=60))
 def test_pressed_bytes_come_back(bodies: list[bytes]) -> None:
     press = Press()
@@ -243,7 +244,7 @@ def test_a_deadline_that_was_extended_among_many_is_the_leases() -> None:
         assert table.due(5_000, 9) == [one.lease_id]
 
 
-@settings(max_examples=200)
+@settings(max_examples=200, deadline=None)
 @given(
     st.lists(
         st.tuples(

@@ -56,6 +56,13 @@ class PackedSessions(Sequence["Session"]):
     def __iter__(self) -> Iterator[Session]:
         return (row.unpack() for row in self.rows)
 
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, PackedSessions):
+            return self.rows == other.rows
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
 
 class SessionTable(MutableMapping["SessionKey", "Session"]):
     """By key; iterates in the order of making. `hot` sessions are kept as objects.

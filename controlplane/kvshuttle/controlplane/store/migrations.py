@@ -6,9 +6,14 @@ needs to know of rows is written out here and not shared with the codec, which m
 
 from __future__ import annotations
 
+import json
 import sqlite3
+import struct
 from collections.abc import Callable, Sequence
+from typing import Any
 from zlib import crc32
+
+import msgspec
 
 __all__ = ["STEPS", "VERSION", "Step", "checksum", "create", "upgrade"]
 
@@ -72,7 +77,95 @@ UPDATE workers SET crc = row_crc(worker_id, body, incarnation);
 UPDATE term SET crc = row_crc(one, epoch, lineage_id, last_incarnation, time_ns)
 """)
 
-STEPS: tuple[Step, ...] = (_tables, _checksums_and_requests)
+
+def _session_of_3(body: str) -> bytes:
+    """Version 2's session, as version 3 has it."""
+
+    def placement(row: list[Any] | None) -> list[Any] | None:
+        return [[row[0], row[1]], row[2]] if row else None
+
+    create, update, state, count, turns, hints, last_prefill, version, *rest = json.loads(body)
+    # Rows of before the rhythm of sessions was kept are shorter.
+    requests, gaps, hint = [*rest, "", 0][:3] if len(rest) < 3 else rest
+    packed = []
+    for turn in turns:
+        number, token, turn_state, outcome, prefill, decode, plan, begin, end, *rest = turn
+        retention, usage, request_id = rest
+        made = [number, token, placement(decode), plan, begin, retention]
+        packed.append([*made, placement(prefill), turn_state, outcome, end, usage, request_id])
+    running = sum(turn[2] == 1 for turn in turns)
+    return struct.pack("<qBH", update, state == 1, running) + msgspec.msgpack.encode(
+        [
+            ["", ""],
+            create,
+            update,
+            state,
+            count,
+            packed,
+            hints,
+            last_prefill,
+            version,
+            requests,
+            bytes.fromhex(gaps),
+            hint,
+        ]
+    )
+
+
+def _lease_of_3(body: str) -> bytes:
+    """Version 2's lease, as version 3 has it."""
+    row = json.loads(body)
+    names: tuple[str, ...] = (
+        "seq",
+        "key",
+        "turn",
+        "token",
+        "direction",
+        "source",
+        "destination",
+        "epoch",
+        "ttl",
+    )
+    made = [*(row[name] for name in names), row["create"], bytes.fromhex(row["ask_head"])]
+    names = ("ask_range", "state", "version", "range")
+    held = [*(row[name] for name in names), bytes.fromhex(row["head"])]
+    names = ("grant", "deadline", "end", "reason", "stats", "stop", "reader_stopped")
+    ended = [row[name] for name in names]
+    return msgspec.msgpack.encode(["", *made, *held, *ended, None, row["requests"]])
+
+
+_packed_tables = _statements("""
+CREATE TABLE sessions_3 (
+    tenant TEXT NOT NULL,
+    session_id TEXT NOT NULL,
+    body BLOB NOT NULL,
+    crc INTEGER NOT NULL,
+    PRIMARY KEY (tenant, session_id)
+) STRICT, WITHOUT ROWID;
+INSERT INTO sessions_3 SELECT tenant, session_id, session_of_3(body), 0 FROM sessions;
+UPDATE sessions_3 SET crc = row_crc(tenant, session_id, body);
+DROP TABLE sessions;
+ALTER TABLE sessions_3 RENAME TO sessions;
+CREATE TABLE leases_3 (
+    lease_id TEXT PRIMARY KEY,
+    body BLOB NOT NULL,
+    crc INTEGER NOT NULL
+) STRICT, WITHOUT ROWID;
+INSERT INTO leases_3 SELECT lease_id, lease_of_3(body), 0 FROM leases;
+UPDATE leases_3 SET crc = row_crc(lease_id, body);
+DROP TABLE leases;
+ALTER TABLE leases_3 RENAME TO leases
+""")
+
+
+def _packed_rows(db: sqlite3.Connection) -> None:
+    """Sessions and leases as MessagePack: a quarter of the size, read without parsing."""
+    db.create_function("session_of_3", 1, _session_of_3, deterministic=True)
+    db.create_function("lease_of_3", 1, _lease_of_3, deterministic=True)
+    _packed_tables(db)
+
+
+STEPS: tuple[Step, ...] = (_tables, _checksums_and_requests, _packed_rows)
 """Step n makes version n + 1 of version n. A new one goes to the end."""
 
 VERSION = len(STEPS)

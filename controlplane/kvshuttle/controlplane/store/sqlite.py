@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import struct
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -22,6 +23,7 @@ from kvshuttle.controlplane.model.effects import (
     PutTerm,
     PutWorker,
 )
+from kvshuttle.controlplane.model.session_table import PackedSessions
 from kvshuttle.controlplane.model.state import Snapshot
 from kvshuttle.controlplane.store import codec, migrations
 from kvshuttle.controlplane.store.base import StoreError, StoreLockedError
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvshuttle.controlplane.model.effects import Record
+    from kvshuttle.controlplane.model.session_table import PackedSession
 
 __all__ = ["APPLICATION_ID", "LOG_BYTES", "LOG_PAGES", "SCHEMA_VERSION", "SqliteStore"]
 
@@ -56,6 +59,12 @@ _ROWS = {
     "sessions": "tenant, session_id, body",
     "leases": "lease_id, body",
     "workers": "worker_id, body, incarnation",
+}
+
+_PUT = {
+    table: f"INSERT OR REPLACE INTO {table} ({columns}, crc) "  # noqa: S608
+    f"VALUES ({'?, ' * len(columns.split(','))}?)"
+    for table, columns in _ROWS.items()
 }
 
 
@@ -144,6 +153,14 @@ class SqliteStore:
                 raise ValueError(f"a row of {table} is not what was written")
             yield columns
 
+    def _sessions(self) -> list[PackedSession]:
+        # One string for all sessions of a tenant.
+        tenants: dict[str, str] = {}
+        return [
+            codec.session_from_row(tenants.setdefault(tenant, tenant), session_id, body)
+            for tenant, session_id, body in self._rows("sessions")
+        ]
+
     def load(self) -> Snapshot:
         """Everything that was committed. Reads every row, so damage shows here."""
         try:
@@ -154,21 +171,17 @@ class SqliteStore:
                 lineage_id=lineage_id,
                 last_incarnation=last_incarnation,
                 time_ns=time_ns,
-                sessions=[codec.session_from_row(*row) for row in self._rows("sessions")],
+                sessions=PackedSessions(self._sessions()),
                 leases=[codec.lease_from_row(*row) for row in self._rows("leases")],
                 workers=[codec.worker_from_row(*row[:2]) for row in self._rows("workers")],
             )
         except sqlite3.Error as error:
             raise _refusal(self.path, error) from error
-        except (ValueError, KeyError, IndexError, TypeError) as error:
+        except (ValueError, KeyError, IndexError, TypeError, struct.error) as error:
             raise damaged(self.path, error) from error
 
-    def _put(self, table: str, *columns: str | int) -> None:
-        marks = "?, " * len(columns)
-        self._db.execute(
-            f"INSERT OR REPLACE INTO {table} ({_ROWS[table]}, crc) VALUES ({marks}?)",  # noqa: S608
-            (*columns, checksum(*columns)),
-        )
+    def _put(self, table: str, *columns: str | int | bytes) -> None:
+        self._db.execute(_PUT[table], (*columns, checksum(*columns)))
 
     def commit(self, records: Iterable[Record]) -> None:
         """One transaction, synced."""
