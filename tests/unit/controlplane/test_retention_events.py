@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
+import msgspec
 import pytest
 
 from kvshuttle.controlplane.model import commands as c
+from kvshuttle.controlplane.model import packing
 from kvshuttle.controlplane.model.gaps import NO_GAPS
 from kvshuttle.controlplane.model.limits import SECOND, Limits
 from kvshuttle.controlplane.model.reports import Heartbeat, PoolStats, ReplicaReport
@@ -22,7 +23,6 @@ from kvshuttle.controlplane.model.terms import (
     WorkerRef,
     WorkerRole,
 )
-from kvshuttle.controlplane.store import codec
 from tests.unit.controlplane.world import KEY, World
 
 
@@ -104,8 +104,8 @@ def test_gaps_survive_a_restart() -> None:
 def test_rows_from_before_the_gaps_were_kept_are_read() -> None:
     world, decode = lone()
     whole_turn(world, decode, "s")
-    row = json.loads(codec.session_to_row(world.state.sessions[KEY]))
-    old = codec.session_from_row("t", "s", json.dumps(row[:9]))
+    row = msgspec.msgpack.decode(packing.session_to_bytes(world.state.sessions[KEY]))
+    old = packing.session_from_bytes(KEY, msgspec.msgpack.encode(row[:10]))
     assert (old.gaps, old.hint_ns) == (NO_GAPS, 0)
     assert old.turn_count == 1
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sqlite3
@@ -11,10 +12,18 @@ from pathlib import Path
 import pytest
 
 from kvshuttle.controlplane.model.effects import PutLease
-from kvshuttle.controlplane.model.session import Usage
+from kvshuttle.controlplane.model.session import Placement, Plan, Session, Turn, Usage
 from kvshuttle.controlplane.model.state import Snapshot
-from kvshuttle.controlplane.model.terms import Hints, LeaseState, SessionValue, WorkerState
-from kvshuttle.controlplane.store import SqliteStore, StoreDamagedError, migrations
+from kvshuttle.controlplane.model.terms import (
+    Hints,
+    LeaseState,
+    ReturnMode,
+    SessionKey,
+    SessionValue,
+    WorkerRef,
+    WorkerState,
+)
+from kvshuttle.controlplane.store import SqliteStore, StoreDamagedError, codec, migrations
 from tests.unit.controlplane.store_files import contents, in_a_child, make_v1, read
 
 
@@ -136,3 +145,37 @@ def test_an_upgrade_killed_at_any_statement_is_done_or_not_begun(
         check(read(path))
     assert set(versions) == set(range(1, migrations.VERSION + 1))
     assert len(versions) > 20
+
+
+def test_sessions_of_version_2_come_with_or_without_their_gaps() -> None:
+    turn = [3, "token", 1, 0, ["p", 4, "http://p"], ["d", 5, "http://d"], [2, "WHY", 7, 8, 9]]
+    turn += [10, 0, 11, [1, 2, 3, 4], "request"]
+    row = [1, 2, 1, 3, [turn], [5, 3], "p", 6, ["r"]]
+    for body, gaps, hint_ns in ((row, b"", 0), ([*row, "0102", 12], b"\1\2", 12)):
+        packed = codec.session_from_row("t", "s", migrations._session_of_3(json.dumps(body)))
+        assert (packed.update_ns, packed.active, packed.running) == (2, True, 1)
+        assert packed.unpack() == Session(
+            SessionKey("t", "s"),
+            create_ns=1,
+            update_ns=2,
+            turn_count=3,
+            turns=(
+                Turn(
+                    3,
+                    "token",
+                    Placement(WorkerRef("d", 5), "http://d"),
+                    Plan(ReturnMode.LAZY, "WHY", 7, 8, 9),
+                    begin_ns=10,
+                    retention_ns=11,
+                    prefill=Placement(WorkerRef("p", 4), "http://p"),
+                    usage=Usage(1, 2, 3, 4),
+                    request_id="request",
+                ),
+            ),
+            hints=Hints(5, SessionValue.HIGH),
+            last_prefill="p",
+            version=6,
+            requests=("r",),
+            gaps=gaps,
+            hint_ns=hint_ns,
+        )
