@@ -56,7 +56,7 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 
 # ----------------------------------------------------------------------------------- tests
 
-.PHONY: test test-fast lint proto sim bench-idle clean
+.PHONY: test test-fast lint proto sim bench-idle bench-retention clean
 test: model lint ## lint and all tests, those on real engines too
 	@$(BIN)/python -m pytest tests --durations=15 $(ARGS)
 
@@ -77,6 +77,11 @@ sim: $(VENV)/.dev ## the lease protocol on virtual time: seeded faults, invarian
 
 bench-idle: model ## what an idle engine that holds ten sessions costs
 	@$(BIN)/python -m benchmarks.idle_cpu --model $(MODELS)/tiny $(ARGS)
+
+# Recorded sessions to replay: make bench-retention TRACES=path
+TRACES ?=
+bench-retention: $(VENV)/.dev ## what the retention policy saves, on recorded sessions; TRACES=path
+	@$(BIN)/python -m benchmarks.retention $(if $(TRACES),--traces $(TRACES)) $(ARGS)
 
 clean: ## removes .venv, the models and all caches
 	rm -rf $(VENV) $(MODELS) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache

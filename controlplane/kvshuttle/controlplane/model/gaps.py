@@ -48,6 +48,8 @@ HINT_MIN_NS = SECOND
 NO_GAPS = b""
 """The sketch of a session that has not come back yet."""
 
+_NEVER = 1 << 63
+
 _FULL = 64
 """A count of a sketch; when one gets there all are halved, so that a session that changes its ways
 is believed after some dozens of turns."""
@@ -129,10 +131,12 @@ class _Table:
 
 @dataclass(slots=True)
 class _Watched:
-    """A gap that has not ended; `bin` is the last that it is counted to have reached."""
+    """A gap that has not ended; `bin` is the last that it is counted to have reached, and the
+    next begins at `next_ns`."""
 
     absence: Absence
-    bin: int
+    bin: int = -1
+    next_ns: int = 0
 
 
 def _hint_prior() -> tuple[float, ...]:
@@ -168,7 +172,7 @@ class Population:
     def away(self, key: Hashable, absence: Absence) -> None:
         """A session's turn has ended and no other of it runs; or its hint has changed."""
         if key in self._watched or len(self._watched) < self.limits.gaps_watched:
-            self._watched[key] = _Watched(absence, -1)
+            self._watched[key] = _Watched(absence)
 
     def back(self, key: Hashable, now_ns: int) -> None:
         """A session's next turn begins."""
@@ -196,7 +200,8 @@ class Population:
             return
         self._looked_ns = now_ns
         for watched in self._watched.values():
-            self._reach(watched, now_ns)
+            if watched.next_ns <= now_ns:
+                self._reach(watched, now_ns)
         self._memo.clear()
         self.version += 1
 
@@ -227,14 +232,18 @@ class Population:
 
     def _reach(self, watched: _Watched, now_ns: int) -> int:
         absence = watched.absence
-        away = max(0, now_ns - absence.since_ns)
         if absence.expected_ns is not None:
-            last = _bin(RATIO_EDGES, away / max(absence.expected_ns, HINT_MIN_NS))
+            edges, unit_ns = RATIO_EDGES, max(absence.expected_ns, HINT_MIN_NS)
         else:
-            last = _bin(AGE_EDGES, away / SECOND)
+            edges, unit_ns = AGE_EDGES, SECOND
+        last = _bin(edges, (now_ns - absence.since_ns) / unit_ns)
         if last > watched.bin:
             for table in self._tables(absence):
                 for b in range(watched.bin + 1, last + 1):
                     table.reached[b] += 1
             watched.bin = last
+        if watched.bin + 1 < len(edges):
+            watched.next_ns = absence.since_ns + int(edges[watched.bin + 1] * unit_ns)
+        else:
+            watched.next_ns = _NEVER
         return watched.bin

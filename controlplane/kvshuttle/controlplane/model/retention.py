@@ -59,6 +59,7 @@ class Outlook:
     hazards: Sequence[float]
     unit_ns: int
     _memo: dict[int, float] = field(default_factory=dict)
+    _exponents: tuple[Sequence[float], Sequence[float]] | None = None
 
     @classmethod
     def of(cls, absence: Absence, population: Population) -> Outlook:
@@ -92,28 +93,46 @@ class Outlook:
         """The largest, over all horizons, of the chance of a return until then over the expected
         time until a return or then. Within a bin the chance of a return in the next moment falls
         with one over the time away, as it does from bin to bin for most sessions."""
-        edges, hazards = self.edges, self.hazards
+        edges, exponents, later = self.edges, *self._slopes()
         away = 1.0  # the chance that it is still away
         taken = 0.0  # the expected time until it is back or the horizon is reached
-        best = 0.0
         last = len(edges) - 1
+        b = max(0, bisect_right(edges, age) - 1)
         start = age
-        for b in range(max(0, bisect_right(edges, age) - 1), last + 1):
-            low = edges[b] if b else edges[1] / 2
-            end = edges[b + 1] if b < last else 2.0 * max(low, age)
-            exponent = -math.log(max(1.0 - hazards[b], _TINY)) / math.log(end / low)
-            if not taken:
-                best = exponent / age
-            stays = (end / start) ** -exponent
+        best = exponents[b] / age
+        while True:
+            exponent = exponents[b]
+            end = edges[b + 1] if b < last else 2.0 * start
+            stays: float = (end / start) ** -exponent
             if abs(exponent - 1.0) < _TINY:
                 mean = start * math.log(end / start)
             else:
-                mean = start * ((end / start) ** (1.0 - exponent) - 1.0) / (1.0 - exponent)
+                mean = (end * stays - start) / (1.0 - exponent)
             taken += away * mean
             away *= stays
             best = max(best, (1.0 - away) / taken)
+            # No horizon beyond can do better than the best moment beyond.
+            if b == last or later[b] <= best:
+                return best
+            b += 1
             start = end
-        return best
+
+    def _slopes(self) -> tuple[Sequence[float], Sequence[float]]:
+        """For each bin: how steeply the chance to be still away falls in it (the exponent of a
+        power law), and the best chance of a return per unit of time in any later bin."""
+        if self._exponents is None:
+            edges = self.edges
+            exponents = [-math.log(max(1.0 - hazard, _TINY)) for hazard in self.hazards]
+            later = [0.0] * len(edges)
+            best = 0.0
+            for b in range(len(edges) - 1, -1, -1):
+                low = edges[b] if b else edges[1] / 2
+                end = edges[b + 1] if b + 1 < len(edges) else 2.0 * low
+                exponents[b] /= math.log(end / low)
+                later[b] = best
+                best = max(best, exponents[b] / low)
+            self._exponents = (exponents, later)
+        return self._exponents
 
     def within_ns(self, share: float) -> int:
         """Time away within which that share of the returns that are to be expected has come."""

@@ -1,0 +1,1 @@
+"""What the control plane's retention policy saves, replayed over recorded sessions."""
