@@ -360,6 +360,7 @@ class SchedulerAgent:
                     retain.session_id,
                     retain.head_hash,
                     retain.retention.ToNanoseconds(),
+                    retain.keep_blocks,
                 )
             case "peer":
                 self._add_peer(command.peer)

@@ -32,7 +32,7 @@ ReplicaKey = tuple[str, str, bytes]
 @dataclass(eq=False)
 class Replica:
     """A copy of ``chain[0:available)`` in this engine, found under its whole chain's head. Soft
-    when ``hold`` is None; only then can it get shorter."""
+    when ``hold`` is None. It gets shorter when vLLM reuses soft blocks, and when told to."""
 
     tenant: str
     session_id: str
@@ -163,7 +163,14 @@ class SourceSide:
             if not head_hash or replica.hashes[-1] == head_hash:
                 self._forget(replica, "RELEASED")
 
-    def retain(self, tenant: str, session_id: str, head_hash: bytes, retention_ns: int) -> None:
+    def retain(
+        self,
+        tenant: str,
+        session_id: str,
+        head_hash: bytes,
+        retention_ns: int,
+        keep_blocks: int = 0,
+    ) -> None:
         """Obeys RetainReplica."""
         replica = self._replicas.get((tenant, session_id, head_hash))
         if replica is None or replica.hold is None:
@@ -171,6 +178,13 @@ class SourceSide:
         replica.expires_ns = self._clock() + retention_ns
         if retention_ns <= 0:
             self._soften(replica, "RELEASED")
+        elif 0 < keep_blocks < len(replica.hold.block_ids):
+            whole = replica.hold
+            # The new references first: no block of both is free between.
+            replica.hold = self._holds.take(HoldKind.REPLICA, whole.block_ids[:keep_blocks])
+            self._holds.release(whole)
+            replica.available = keep_blocks
+            self._tell(replica, session_pb2.REPLICA_STATE_HARD, "TRIMMED")
 
     def make_room(self, wanted_free: int) -> None:
         """Softens replicas, soonest-expiring first, until so many blocks are free.

@@ -67,8 +67,17 @@ def beat(world: World, ref: WorkerRef, held: int, free: int = 500, total: int = 
     world.agent(ref, "heartbeat", Heartbeat(clock=1, pool=pool))
 
 
+def told(world: World, ref: WorkerRef) -> list[tuple[str, int]]:
+    """What a worker was told to let go: of which session, and how many blocks it keeps."""
+    return [
+        (x.key.session_id, x.keep_blocks)
+        for x in world.told(ref, c.RetainReplica)
+        if x.retention_ns == 0 or x.keep_blocks
+    ]
+
+
 def softened(world: World, ref: WorkerRef) -> list[str]:
-    return [x.key.session_id for x in world.told(ref, c.RetainReplica) if x.retention_ns == 0]
+    return [name for name, _ in told(world, ref)]
 
 
 def lone(limits: Limits | None = None) -> tuple[World, WorkerRef]:
@@ -164,13 +173,28 @@ def test_over_its_budget_the_longest_away_goes_first_and_no_more_than_needed() -
         whole_turn(world, decode, name, 300)
         world.keep_alive(50)
     beat(world, decode, held=900, free=100)
-    assert softened(world, decode) == ["a"]
+    assert told(world, decode) == [("a", 150)]
     # The next heartbeat may be older than that order.
     beat(world, decode, held=900, free=100)
-    assert softened(world, decode) == []
+    assert told(world, decode) == []
+    world.agent(decode, "replica_changed", key("a"), b"a-300", ReplicaState.HARD, 150, "TRIMMED")
+    assert world.state.replicas_of_session(key("a"))[0].num_blocks == 150
     world.keep_alive(2)
+    beat(world, decode, held=950, free=100)
+    assert told(world, decode) == [("a", 0), ("b", 250)]
+
+
+def test_a_trim_does_not_prolong_a_hold() -> None:
+    world, decode = lone()
+    for name in "ab":
+        whole_turn(world, decode, name, 450)
+        world.keep_alive(50)
+    world.told(decode, c.RetainReplica)
+    before = world.state.replicas_of_session(key("a"))[0].expire_ns
     beat(world, decode, held=900, free=100)
-    assert softened(world, decode) == ["b"]
+    (order,) = world.told(decode, c.RetainReplica)
+    assert order.retention_ns == before - world.now
+    assert world.state.replicas_of_session(key("a"))[0].expire_ns == before
 
 
 def test_without_a_free_block_holds_go_even_within_the_budget() -> None:
@@ -246,19 +270,12 @@ def test_with_too_many_sessions_to_compare_all_get_their_turn() -> None:
     names = [f"s{number}" for number in range(9)]
     for name in names:
         whole_turn(world, decode, name, 100)
-    gone: list[str] = []
+    gone = set()
     for _ in range(60):
         world.keep_alive(3)
-        beat(world, decode, held=900 - 100 * len(gone), free=500)
+        beat(world, decode, held=900)
         for name in softened(world, decode):
-            gone.append(name)
-            world.agent(
-                decode,
-                "replica_changed",
-                key(name),
-                f"{name}-100".encode(),
-                ReplicaState.SOFT,
-                100,
-                "RELEASED",
-            )
-    assert len(gone) == 2
+            gone.add(name)
+            report = (key(name), f"{name}-100".encode(), ReplicaState.SOFT, 100, "RELEASED")
+            world.agent(decode, "replica_changed", *report)
+    assert gone == set(names)

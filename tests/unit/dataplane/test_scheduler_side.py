@@ -354,6 +354,40 @@ def test_a_hold_ends_with_its_retention_and_the_replica_turns_soft(bench: Bench)
     assert (changed.state, changed.reason) == (session_pb2.REPLICA_STATE_SOFT, "EXPIRED")
 
 
+def retain(head_hash: bytes, seconds: int, keep_blocks: int) -> agent_pb2.RetainReplica:
+    command = agent_pb2.RetainReplica(
+        tenant="acme", session_id="s", head_hash=head_hash, keep_blocks=keep_blocks
+    )
+    command.retention.FromSeconds(seconds)
+    return command
+
+
+def test_a_replica_is_trimmed_and_keeps_its_start(bench: Bench) -> None:
+    hashes = chain(5)
+    bench.expect(DECODE)
+    bench.offer(hashes)
+    bench.obey(retain_replica=retain(hashes[-1], 50, 3))
+    assert bench.held == 3
+    assert bench.pool.free_blocks == 97
+    (changed,) = bench.out.take("replica_changed")
+    assert (changed.state, changed.num_blocks) == (session_pb2.REPLICA_STATE_HARD, 3)
+    # Trimmed to more than there is, or to all of it: nothing changes.
+    bench.obey(retain_replica=retain(hashes[-1], 50, 4))
+    bench.obey(retain_replica=retain(hashes[-1], 50, 0))
+    assert (bench.held, bench.out.take("replica_changed")) == (3, [])
+    # What is left can be read, and goes soft in its time.
+    bench.harden(hashes)
+    (hardened,) = bench.out.take("hardened")
+    assert list(hardened.blocks.block_ids) == [10, 11, 12]
+    (offered,) = bench.agent.source.inventory()
+    assert offered.num_blocks == 3
+    bench.clock.advance(51)
+    bench.agent.post(Tick())
+    bench.agent.drain()
+    (changed,) = bench.out.take("replica_changed")
+    assert (changed.state, changed.num_blocks) == (session_pb2.REPLICA_STATE_SOFT, 3)
+
+
 def test_without_a_prefix_cache_an_ended_hold_is_gone() -> None:
     bench = Bench(caching=False)
     bench.expect(DECODE)

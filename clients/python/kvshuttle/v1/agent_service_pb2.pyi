@@ -1563,12 +1563,17 @@ class RetainReplica(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     HEAD_HASH_FIELD_NUMBER: _builtins.int
     RETENTION_FIELD_NUMBER: _builtins.int
+    KEEP_BLOCKS_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
     """Whose session."""
     session_id: _builtins.str
     """Which session."""
     head_hash: _builtins.bytes
     """Which replica."""
+    keep_blocks: _builtins.int
+    """Hold no more of it than so many blocks from its start: it gets that short, and the rest stays
+    in the engine's cache until it is reused. 0 holds all of it.
+    """
     @_builtins.property
     def retention(self) -> _duration_pb2.Duration:
         """From now; 0 turns it soft."""
@@ -1580,10 +1585,11 @@ class RetainReplica(_message.Message):
         session_id: _builtins.str = ...,
         head_hash: _builtins.bytes = ...,
         retention: _duration_pb2.Duration | None = ...,
+        keep_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_hash", b"head_hash", "retention", b"retention", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["head_hash", b"head_hash", "keep_blocks", b"keep_blocks", "retention", b"retention", "session_id", b"session_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

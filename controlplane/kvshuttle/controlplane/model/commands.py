@@ -120,11 +120,12 @@ class ReleaseReplica(Struct, frozen=True, gc=False):
 
 
 class RetainReplica(Struct, frozen=True, gc=False):
-    """Change how long a replica is held, from now."""
+    """Change how long a replica is held, from now, and how much of it (0: all)."""
 
     key: SessionKey
     head_hash: bytes
     retention_ns: int
+    keep_blocks: int = 0
 
 
 class AnnouncePeer(Struct, frozen=True, gc=False):

@@ -59,9 +59,10 @@ def relieve(w: Work, ref: WorkerRef) -> None:
         return
     candidates = _candidates(w, ref)
     going = surplus(candidates, excess, w.now_ns)
-    for candidate, _ in going:
+    for candidate, blocks in going:
         key, replica = candidate.name
-        _tell(w, key, replica, 0)
+        keep = candidate.blocks - blocks
+        _tell(w, key, replica, replica.expire_ns - w.now_ns if keep else 0, keep)
     if going:
         w.state.relieved_ns[ref.worker_id] = w.now_ns + w.limits.relief_settle_ns
         w.fact(
@@ -69,7 +70,7 @@ def relieve(w: Work, ref: WorkerRef) -> None:
             worker_id=ref.worker_id,
             excess_blocks=excess,
             replicas=len(going),
-            blocks=sum(candidate.blocks for candidate, _ in going),
+            blocks=sum(blocks for _, blocks in going),
         )
 
 
@@ -112,6 +113,8 @@ def _some(w: Work, keys: list[SessionKey]) -> list[SessionKey]:
     return (keys[start:] + keys[:start])[:most]
 
 
-def _tell(w: Work, key: SessionKey, replica: Replica, retention_ns: int) -> None:
-    w.command(replica.worker, RetainReplica(key, replica.head_hash, retention_ns))
+def _tell(
+    w: Work, key: SessionKey, replica: Replica, retention_ns: int, keep_blocks: int = 0
+) -> None:
+    w.command(replica.worker, RetainReplica(key, replica.head_hash, retention_ns, keep_blocks))
     w.put_replica(key, replace(replica, expire_ns=w.now_ns + retention_ns))

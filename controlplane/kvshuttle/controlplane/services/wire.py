@@ -269,13 +269,14 @@ def command_out(command: c.Command) -> pb.AgentCommand:
                     tenant=key.tenant, session_id=key.session_id, head_hash=head_hash
                 )
             )
-        case c.RetainReplica(key, head_hash, retention_ns):
+        case c.RetainReplica(key, head_hash, retention_ns, keep_blocks):
             return pb.AgentCommand(
                 retain_replica=pb.RetainReplica(
                     tenant=key.tenant,
                     session_id=key.session_id,
                     head_hash=head_hash,
                     retention=duration(retention_ns),
+                    keep_blocks=keep_blocks,
                 )
             )
         case c.AnnouncePeer():
