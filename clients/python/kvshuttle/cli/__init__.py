@@ -1,0 +1,1 @@
+"""`kvshuttle`, the operator's command line."""

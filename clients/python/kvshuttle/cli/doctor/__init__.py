@@ -1,0 +1,1 @@
+"""What `kvshuttle doctor` looks at: probes gather facts, checks turn them into findings."""

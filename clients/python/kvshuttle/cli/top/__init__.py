@@ -1,0 +1,1 @@
+"""`kvshuttle top`: samples, what they show, how it looks."""

@@ -1,0 +1,135 @@
+"""What is said of a turn, for each way that it may have gone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvshuttle.cli.explanation import explain, next_turn
+from kvshuttle.v1 import cluster_service_pb2 as cluster
+from kvshuttle.v1 import lease_service_pb2 as leases
+from kvshuttle.v1 import session_service_pb2 as sessions
+from kvshuttle.v1 import types_pb2 as types
+
+
+def turn(number: int = 2, *, prompt: int = 400, cached: int = 0, **plan: Any) -> sessions.Turn:
+    plan.setdefault("return_mode", sessions.RETURN_MODE_LAZY)
+    plan.setdefault("reason", "CHEAPER_TO_MOVE")
+    plan.setdefault("reusable_tokens", 320)
+    made = sessions.Turn(
+        turn=number,
+        state=sessions.TURN_STATE_ENDED,
+        outcome=sessions.TURN_OUTCOME_COMPLETED,
+        prefill=sessions.Placement(worker=types.WorkerRef(worker_id="p", incarnation=1)),
+        decode=sessions.Placement(worker=types.WorkerRef(worker_id="d", incarnation=1)),
+        plan=sessions.Plan(**plan),
+        usage=sessions.TurnUsage(prompt_tokens=prompt, cached_tokens=cached),
+    )
+    made.plan.predicted_recompute.FromMilliseconds(160)
+    made.plan.predicted_transfer.FromMilliseconds(17)
+    made.usage.time_to_first_token.FromMilliseconds(200)
+    return made
+
+
+def lease(
+    state: leases.LeaseState.ValueType = leases.LEASE_STATE_COMPLETED,
+    *,
+    number: int = 2,
+    tokens: int = 0,
+    reason: str = "",
+    wait_ms: int = 8,
+    eager: bool = False,
+) -> leases.Lease:
+    made = leases.Lease(
+        lease_id=f"l{number}",
+        turn=number,
+        direction=types.DIRECTION_RETURN,
+        state=state,
+        end_reason=reason,
+        eager=eager,
+        destination=types.WorkerRef(worker_id="p", incarnation=1),
+    )
+    if tokens:
+        made.stats.tokens, made.stats.blocks, made.stats.bytes = tokens, tokens // 32, tokens * 1000
+        made.stats.transfer_time.FromMilliseconds(5)
+        made.stats.wait_time.FromMilliseconds(wait_ms)
+    return made
+
+
+def one(made: sessions.Turn, *listed: leases.Lease) -> Any:
+    session = sessions.Session(session_id="s", turn_count=made.turn, turns=[made])
+    worker = cluster.Worker(prefill_tokens_per_second=2_000)
+    (story,) = explain(session, listed, {"p": worker})
+    return story
+
+
+def test_what_came_back() -> None:
+    story = one(turn(cached=320), lease(tokens=320))
+    assert story.verdict == "good"
+    assert "320 tokens came back: 320 kB in 5 ms (64 MB/s)" in story.outcome
+    assert story.returned_tokens == 320
+    assert "80 tokens" in story.first_token
+    assert "40 ms" in story.first_token
+
+
+def test_slower_than_predicted_is_told() -> None:
+    story = one(turn(cached=320), lease(tokens=320, wait_ms=500))
+    assert story.verdict == "neutral"
+    assert "29 times what was predicted" in story.outcome
+    assert story.advice
+
+
+@pytest.mark.parametrize(
+    ("reason", "verdict"),
+    [("TRANSFER_STALLED", "bad"), ("SOURCE_LOST", "bad"), ("LOCAL_HIT", "good")],
+)
+def test_planned_and_nothing_came(reason: str, verdict: str) -> None:
+    story = one(turn(), lease(leases.LEASE_STATE_FAILED, reason=reason))
+    assert story.verdict == verdict
+    assert bool(story.advice) == (verdict == "bad")
+
+
+def test_the_first_turn_is_no_trouble_and_a_later_one_without_kv_is() -> None:
+    plan = {"return_mode": sessions.RETURN_MODE_NONE, "reason": "NO_REPLICA", "reusable_tokens": 0}
+    first = one(turn(1, **plan))
+    assert first.verdict == "good"
+    assert "least loaded" in first.placement
+    later = one(turn(3, **plan))
+    assert later.verdict == "bad"
+    assert "retention" in later.advice
+
+
+def test_open_and_forgotten_leases() -> None:
+    running = turn()
+    running.state = sessions.TURN_STATE_RUNNING
+    assert one(running, lease(leases.LEASE_STATE_GRANTED)).verdict == "open"
+    assert one(running).verdict == "open"
+    assert one(turn()).verdict == "neutral"
+    assert "no longer listed" in one(turn(cached=320)).outcome
+
+
+def test_an_eager_return_belongs_to_the_turn_after_it() -> None:
+    plan = {"return_mode": sessions.RETURN_MODE_EAGER, "reason": "EAGER_HIT"}
+    story = one(turn(2, cached=320, **plan), lease(number=1, tokens=320, eager=True))
+    assert story.verdict == "good"
+    assert "before the turn began" in story.outcome
+    lost = one(turn(2, cached=0, **plan), lease(number=1, tokens=320, eager=True))
+    assert lost.verdict == "bad"
+
+
+def test_what_is_ready_for_the_next_turn() -> None:
+    session = sessions.Session(session_id="s", turn_count=2)
+    ahead = lease(number=2, tokens=320, eager=True)
+    assert "320 tokens lie in p's cache" in next_turn(session, [ahead])
+    assert "on its way" in next_turn(
+        session, [lease(leases.LEASE_STATE_ACTIVE, number=2, eager=True)]
+    )
+    gone = lease(leases.LEASE_STATE_FAILED, number=2, eager=True, reason="SOURCE_LOST")
+    assert "SOURCE_LOST" in next_turn(session, [gone])
+    assert next_turn(session, [lease(number=1, tokens=320, eager=True)]) == ""
+
+
+def test_words_of_a_newer_server() -> None:
+    story = one(turn(return_mode=9, reason="FROM_THE_FUTURE"))
+    assert "does not know" in story.plan
