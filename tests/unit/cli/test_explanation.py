@@ -91,7 +91,11 @@ def test_planned_and_nothing_came(reason: str, verdict: str) -> None:
 
 
 def test_the_first_turn_is_no_trouble_and_a_later_one_without_kv_is() -> None:
-    plan = {"return_mode": sessions.RETURN_MODE_NONE, "reason": "NO_REPLICA", "reusable_tokens": 0}
+    plan: dict[str, Any] = {
+        "return_mode": sessions.RETURN_MODE_NONE,
+        "reason": "NO_REPLICA",
+        "reusable_tokens": 0,
+    }
     first = one(turn(1, **plan))
     assert first.verdict == "good"
     assert "least loaded" in first.placement
@@ -110,7 +114,7 @@ def test_open_and_forgotten_leases() -> None:
 
 
 def test_an_eager_return_belongs_to_the_turn_after_it() -> None:
-    plan = {"return_mode": sessions.RETURN_MODE_EAGER, "reason": "EAGER_HIT"}
+    plan: dict[str, Any] = {"return_mode": sessions.RETURN_MODE_EAGER, "reason": "EAGER_HIT"}
     story = one(turn(2, cached=320, **plan), lease(number=1, tokens=320, eager=True))
     assert story.verdict == "good"
     assert "before the turn began" in story.outcome
