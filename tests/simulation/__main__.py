@@ -2,6 +2,7 @@
 
     python -m tests.simulation                       10,000 schedules on all cores
     python -m tests.simulation --minutes 60          for so long
+    python -m tests.simulation --fail-fast           to the first violation
     python -m tests.simulation --seed 17 --trace     one schedule again, line by line
 
 It ends with one JSON line. Exit status 1: an invariant was violated, or the run did not cover what
@@ -33,6 +34,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--seed", type=int, help="one schedule")
     parser.add_argument("--trace", action="store_true", help="with --seed: every step")
+    parser.add_argument("--fail-fast", action="store_true", help="end at the first violation")
     options = parser.parse_args()
     if options.seed is not None:
         return _one(options.seed, trace=options.trace)
@@ -42,6 +44,7 @@ def main() -> int:
         schedules=options.schedules,
         minutes=options.minutes,
         jobs=options.jobs,
+        fail_fast=options.fail_fast,
         progress=_progress if sys.stdout.isatty() else lambda _: None,
     )
     lacking = tally.lacking() if tally.schedules >= COVERAGE_FROM else []

@@ -80,6 +80,7 @@ def campaign(
     schedules: int,
     minutes: float = 0.0,
     jobs: int = 1,
+    fail_fast: bool = False,
     progress: Callable[[Tally], None] = lambda _: None,
 ) -> Tally:
     """Runs `schedules` seeds from `first`, or as many as `minutes` allow."""
@@ -90,6 +91,8 @@ def campaign(
         seed = first
         while until is not None or seed < first + schedules:
             if until is not None and time.monotonic() >= until:
+                return
+            if fail_fast and tally.violations:
                 return
             end = seed + CHUNK if until is not None else min(seed + CHUNK, first + schedules)
             yield range(seed, end)

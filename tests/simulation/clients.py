@@ -48,6 +48,8 @@ class Behaviour:
     end_session: float = 0.0
     duplicate: float = 0.0
     siblings: float = 0.0
+    # A leg's request comes seconds after its turn was announced, or never.
+    late_request: float = 0.0
     forget_end: float = 0.05
     hints: float = 0.1
     think_ms: float = 400.0
@@ -288,8 +290,22 @@ class Conversation:
         key: LegKey | None,
         output_tokens: int,
         then: Callable[[_TurnInProgress, str], None],
+        *,
+        late: bool = False,
     ) -> None:
         cluster, rng = self.cluster, self.rng
+        if key is not None and not late and rng.random() < cluster.behaviour.late_request:
+            self.kernel.fault("late_request", self.key.session_id)
+            if rng.random() < 0.2:
+                # Its gateway died: nobody ends the turn either.
+                self.kernel.at(between(rng, 500, 9_000), None, self._given_up)
+                return
+            self.kernel.at(
+                between(rng, 200, 11_000),
+                None,
+                lambda: self._leg(progress, worker_id, key, output_tokens, then, late=True),
+            )
+            return
         request_id = cluster.submit(
             worker_id,
             key,
@@ -363,6 +379,11 @@ class Conversation:
         if self.running == 0:
             delay = between(self.rng, 5, self.cluster.behaviour.think_ms)
             self.kernel.at(delay, None, self._next_turn)
+
+    def _given_up(self) -> None:
+        self.running -= 1
+        if self.running == 0:
+            self._next_turn()
 
     def end_session(self) -> None:
         """The client is done with it; a later turn starts it afresh."""

@@ -186,6 +186,7 @@ class Checker:
         if now > grant.deadline_ns - DEADLINE_MARGIN_NS:
             raise Violation("stale", f"{boot.name} posts under {grant.lease_id} after its margin")
         self._check_grant(boot, grant, posting=True)
+        self.kernel.reached("read")
         if kind == b"done":
             use = (grant.lease_id, reader.rank)
             if use in self._posted:
@@ -267,6 +268,7 @@ class Checker:
                     raise Violation("single use", f"{command.lease_id} is granted twice")
                 self._granted.add(command.lease_id)
                 self.eager_grants += command.eager_for is not None
+                self.kernel.reached("grant")
         for change in effects.changes:
             if change.revision <= self._revision.get(control.name, 0):
                 raise Violation("watch", f"revision {change.revision} does not grow")

@@ -164,6 +164,9 @@ class Kernel:
         self.running: Thread | None = None
         self.trace: list[str] | None = [] if trace else None
         self.faults: Counter[str] = Counter()
+        # What is to happen when something has happened so many times.
+        self._milestones: dict[tuple[str, int], list[Callable[[], None]]] = {}
+        self._reached: Counter[str] = Counter()
         self.after_step: Callable[[], None] = lambda: None
         self._queue: list[tuple[int, int, Thread | None, Callable[..., None], tuple[Any, ...]]] = []
         self._count = 0
@@ -207,6 +210,16 @@ class Kernel:
         """A fault has been injected."""
         self.faults[kind] += 1
         self.log(who or "fault", f"! {kind}", **values)
+
+    def when(self, milestone: str, times: int, fn: Callable[[], None]) -> None:
+        """Calls `fn` at the milestone's so manieth time."""
+        self._milestones.setdefault((milestone, times), []).append(fn)
+
+    def reached(self, milestone: str) -> None:
+        """It has happened once more."""
+        self._reached[milestone] += 1
+        for fn in self._milestones.pop((milestone, self._reached[milestone]), ()):
+            fn()
 
     def run(self, until_ns: int) -> None:
         """Handles events until then."""

@@ -7,7 +7,7 @@ import random
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -17,7 +17,7 @@ from kvshuttle.v1 import types_pb2
 from tests.simulation.clients import Behaviour
 from tests.simulation.faults import FAULTS, Faults
 from tests.simulation.invariants import Transitions, record_transitions
-from tests.simulation.kernel import MS, SECOND, Kernel, Violation
+from tests.simulation.kernel import MS, SECOND, Kernel, Violation, between
 from tests.simulation.worker import WorkerSpec
 from tests.simulation.world import Shape, World
 
@@ -84,6 +84,7 @@ def limits_of(rng: random.Random, *, drifts: bool) -> Limits:
         lease_lifetime_max_ns=20 * SECOND,
         guard_ns=rng.choice([500, 1_000, 2_000]) * MS,
         clock_drift_ppm=DRIFT_PPM if drifts else 200,
+        heartbeat_ns=rng.choice([250, 1_000]) * MS,
         silence_ns=3 * SECOND,
         turn_timeout_ns=20 * SECOND,
         retention_ns=6 * SECOND,
@@ -128,8 +129,8 @@ def draw(kernel: Kernel) -> Shape:
         adversarial=adversarial,
         one_sided=some() < 0.6,
         copy_messages=some() < 0.1,
-        sessions=rng.choice([1, 2, 2, 3]),
-        turns=rng.choice([3, 4, 5]),
+        sessions=rng.choice([1, 2, 3, 4]),
+        turns=rng.choice([4, 6, 8]),
         drift_ppm=DRIFT_PPM if drifts else 0,
         stream_ms=rng.choice([40.0, 250.0, 600.0]) if delayed else 3.0,
         call_ms=rng.choice([10.0, 200.0, 800.0]) if delayed else 3.0,
@@ -139,6 +140,7 @@ def draw(kernel: Kernel) -> Shape:
             end_session=rng.choice([0.0, 0.0, 0.1]),
             duplicate=rng.choice([0.0, 0.0, 0.3]),
             siblings=rng.choice([0.0, 0.0, 0.3]),
+            late_request=rng.choice([0.0, 0.1, 0.3]),
             think_ms=rng.choice([50.0, 400.0, 3_000.0]),
         ),
     )
@@ -150,7 +152,24 @@ def _plan_faults(world: World, faults: Faults, active_ns: int) -> None:
         if rng.random() >= share:
             continue
         for _ in range(rng.randint(1, most)):
-            kernel.at(rng.randrange(50 * MS, active_ns), None, getattr(faults, kind))
+            inject = getattr(faults, kind)
+            milestone = rng.choice(("time", "grant", "read"))
+            if milestone == "time":
+                kernel.at(rng.randrange(50 * MS, active_ns), None, inject)
+            else:
+                # Where it hurts: just after a lease was granted or a READ was posted.
+                delay = between(rng, 0.05, rng.choice([2.0, 30.0, 500.0]))
+                kernel.when(milestone, rng.randint(1, 8), _later(kernel, delay, active_ns, inject))
+
+
+def _later(
+    kernel: Kernel, delay: int, until_ns: int, inject: Callable[[], None]
+) -> Callable[[], None]:
+    def then() -> None:
+        if kernel.now + delay < until_ns:
+            kernel.at(delay, None, inject)
+
+    return then
 
 
 @contextmanager

@@ -177,6 +177,14 @@ class EagerSide:
 
     # For the scheduler's hooks.
 
+    def advance(self) -> None:
+        """Orders what is to be read next, and takes blocks for it. Never in vLLM's lookup: there
+        it has found prefix hits that nothing references yet, and taking blocks might take them."""
+        for job in list(self._open.values()):
+            if job.piece is None and job.missing and not job.stopping:
+                job.stopping = self._order_piece(job)
+                self._go_on(job)
+
     def in_flight(self, lease_id: str) -> bool:
         """Whether a request may wait for this lease's blocks to land."""
         job = self._open.get(lease_id)
@@ -212,9 +220,7 @@ class EagerSide:
         return ""
 
     def _go_on(self, job: _Return) -> None:
-        """Orders the next piece, or ends the return."""
-        if not job.stopping and job.missing:
-            job.stopping = self._order_piece(job)
+        """Ends the return if nothing is left of it; else `advance` orders the next piece."""
         if job.piece is None and (job.stopping or not job.missing):
             self._end(job)
 

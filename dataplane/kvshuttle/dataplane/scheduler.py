@@ -279,7 +279,14 @@ class SchedulerAgent:
         self.source.drop_replicas("RESET")
 
     def next_deadline(self) -> int | None:
-        """The next instant (ns) at which a Tick is due."""
+        """The next instant (ns) at which a Tick is due. Every hook but the lookup ends with it, so
+        this is where blocks may be taken from the pool: see `EagerSide.advance`."""
+        try:
+            self.eager.advance()
+        except Exception:
+            # A return that nobody waits for must not stop the engine.
+            _log.exception("eager_failed")
+            self.counters.fallback("AGENT_ERROR")
         times = [self.source.next_deadline(), self.destination.next_deadline()]
         return min((t for t in times if t is not None), default=None)
 

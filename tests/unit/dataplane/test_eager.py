@@ -19,9 +19,9 @@ FAILED = agent_pb2.TRANSFER_OUTCOME_FAILED
 REVOKED = agent_pb2.TRANSFER_OUTCOME_REVOKED
 
 
-def eager(
+def eager_grant(
     bench: Bench, hashes: tuple[bytes, ...], lease: str = "e1", ttl: float = 30, **more: object
-) -> None:
+) -> agent_pb2.Grant:
     grant = agent_pb2.Grant(
         lease_id=lease,
         version=2,
@@ -41,7 +41,13 @@ def eager(
     grant.ttl.FromNanoseconds(int(ttl * NS))
     for name, value in more.items():
         setattr(grant, name, value)
-    bench.obey(grant=grant)
+    return grant
+
+
+def eager(
+    bench: Bench, hashes: tuple[bytes, ...], lease: str = "e1", ttl: float = 30, **more: object
+) -> None:
+    bench.obey(grant=eager_grant(bench, hashes, lease, ttl, **more))
 
 
 def reads(bench: Bench) -> list[m.Read]:
@@ -60,7 +66,7 @@ def end_read(bench: Bench, read: m.Read, reason: str = "", ranks: int = 1) -> No
                 5_000_000,
             )
         )
-    bench.agent.drain()
+    bench.end_hook()
 
 
 @pytest.fixture
@@ -186,7 +192,7 @@ def test_a_read_that_does_not_end_is_a_quarantine(bench: Bench) -> None:
     eager(bench, chain(4))
     (read,) = reads(bench)
     bench.agent.post(m.ReadGivenUp(read.request_id, "TRANSFER_STALLED"))
-    bench.agent.drain()
+    bench.end_hook()
     stats = bench.agent.pool_stats()
     assert (stats.held_blocks, stats.quarantined_blocks) == (4, 4)
     assert bench.out.take("stopped") == [], "the source must keep the range"
@@ -296,7 +302,7 @@ def soft_replica(bench: Bench, hashes: tuple[bytes, ...]) -> None:
     bench.offer(hashes)
     bench.clock.advance(200)
     bench.agent.post(Tick())
-    bench.agent.drain()
+    bench.end_hook()
     assert bench.held == 0
     (changed,) = bench.out.take("replica_changed")
     assert changed.state == session_pb2.REPLICA_STATE_SOFT
@@ -307,14 +313,14 @@ def test_a_soft_replica_gets_shorter_as_its_tail_is_reused(bench: Bench) -> None
     soft_replica(bench, hashes)
     for index in (4, 3):
         bench.pool.reuse(10 + index)
-    bench.agent.drain()
+    bench.end_hook()
     (changed,) = bench.out.take("replica_changed")
     assert (changed.num_blocks, changed.reason) == (3, "REUSED")
     assert changed.head_hash == hashes[-1], "its identity stays"
     (entry,) = bench.agent.source.inventory()
     assert entry.num_blocks == 3
     bench.pool.reuse(10)
-    bench.agent.drain()
+    bench.end_hook()
     (changed,) = bench.out.take("replica_changed")
     assert changed.state == session_pb2.REPLICA_STATE_GONE
 
@@ -323,7 +329,7 @@ def test_a_shorter_replica_can_still_be_hardened(bench: Bench) -> None:
     hashes = chain(5)
     soft_replica(bench, hashes)
     bench.pool.reuse(14)
-    bench.agent.drain()
+    bench.end_hook()
     bench.harden(hashes)
     (hardened,) = bench.out.take("hardened")
     assert list(hardened.blocks.block_ids) == [10, 11, 12, 13]

@@ -9,6 +9,7 @@ from kvshuttle.dataplane.conversation import Conversation
 from kvshuttle.dataplane.scheduler import CommandBatch, FinishedRequest, StreamDown
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
+from tests.unit.dataplane.test_eager import eager_grant, reads
 from tests.unit.dataplane.test_scheduler_side import BLOCK, DECODE, PREFILL, Bench, chain
 
 
@@ -119,3 +120,20 @@ def test_a_message_for_another_boot_is_not_heard() -> None:
     commands = agent_pb2.AgentCommands(commands=[agent_pb2.AgentCommand()])
     response = agent_pb2.ConnectResponse(boot_id="a", epoch=1, commands=commands)
     assert conversation.hear(response, 0) is None
+
+
+def test_no_block_is_taken_for_an_eager_return_while_vllm_looks_a_request_up() -> None:
+    """vLLM has found prefix hits by then that nothing references yet: they would be taken, and the
+    request would go on from another chain's KV."""
+    bench = Bench(total=300)
+    bench.expect(PREFILL)
+    grant = agent_pb2.AgentCommand(grant=eager_grant(bench, chain(4, "e")))
+    bench.agent.post(CommandBatch(1, 5, [grant]))
+    free = bench.pool.free_blocks
+    bench.agent.drain()
+    bench.agent.make_room(3)
+    assert bench.look(chain(4)) == 0
+    assert bench.pool.free_blocks == free
+    assert not reads(bench)
+    bench.end_hook()
+    assert len(reads(bench)) == 1

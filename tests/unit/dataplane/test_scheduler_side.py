@@ -51,7 +51,12 @@ class Bench:
     def obey(self, *, generation: int = 1, epoch: int = 5, **command: Any) -> None:
         batch = [agent_pb2.AgentCommand(**{k: v}) for k, v in command.items()]
         self.agent.post(CommandBatch(generation, epoch, batch))
+        self.end_hook()
+
+    def end_hook(self) -> None:
+        """As the connector ends a step."""
         self.agent.drain()
+        self.agent.next_deadline()
 
     def expect(self, leg: types_pb2.Leg.ValueType, lease: str = "", **more: Any) -> None:
         expect = agent_pb2.ExpectTurn(
