@@ -29,6 +29,7 @@ from tests.support.leaks import assert_nothing_leaked, free_blocks
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / ".models" / "tiny"
+AGENT_ERRORS = ("hook_failed", "inbox_item_failed", "mover_failed")
 PREFILL, DECODE = "prefill-0", "decode-0"
 # 12,800 tokens: three prompts of the greatest length, so that memory can be made short.
 POOL_BLOCKS = 400
@@ -207,9 +208,14 @@ def cluster(
 
 @pytest.fixture
 def nothing_leaked(cluster: Cluster) -> Iterator[None]:
-    """Checks after the test that nothing is held any more."""
+    """Checks after the test that nothing is held any more, and that no hook of the agents' failed:
+    what fails inside is recomputed, and would be seen nowhere else."""
     yield
     cluster.assert_nothing_leaked()
+    for engine in (cluster.prefill, cluster.decode):
+        text = engine.log_path.read_text(errors="replace")
+        failed = [line for line in text.splitlines() if any(x in line for x in AGENT_ERRORS)]
+        assert not failed, failed[:3]
 
 
 @pytest.fixture(scope="session")
