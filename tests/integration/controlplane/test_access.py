@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -11,9 +10,6 @@ from typing import Any
 import grpc
 import pytest
 import trustme
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
 
 from kvshuttle.controlplane.model.limits import Limits
 from kvshuttle.controlplane.server import Server
@@ -28,6 +24,7 @@ from kvshuttle.v1 import types_pb2 as types
 from tests.integration.controlplane.agent import Agent
 from tests.integration.controlplane.conftest import T
 from tests.integration.controlplane.status import reason
+from tests.support.certificates import issue_for_uri
 
 DENIED = grpc.StatusCode.PERMISSION_DENIED
 
@@ -73,42 +70,11 @@ class Site:
     def channel(self, address: str, uri: str = "") -> grpc.aio.Channel:
         key = chain = None
         if uri:
-            key, chain = self._issue(uri)
+            key, chain = issue_for_uri(self.ca, uri)
         credentials = grpc.ssl_channel_credentials(self.ca.cert_pem.bytes(), key, chain)
         channel = grpc.aio.secure_channel(address, credentials)
         self.channels.append(channel)
         return channel
-
-    def _issue(self, uri: str) -> tuple[bytes, bytes]:
-        """A client certificate with a URI, which trustme does not make itself."""
-        signer = serialization.load_pem_private_key(self.ca.private_key_pem.bytes(), None)
-        assert isinstance(signer, ec.EllipticCurvePrivateKey)
-        issuer = x509.load_pem_x509_certificate(self.ca.cert_pem.bytes())
-        key = ec.generate_private_key(ec.SECP256R1())
-        now = datetime.datetime.now(datetime.UTC)
-        cert = (
-            x509.CertificateBuilder()
-            .subject_name(x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "caller")]))
-            .issuer_name(issuer.subject)
-            .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(hours=1))
-            .not_valid_after(now + datetime.timedelta(hours=1))
-            .add_extension(
-                x509.SubjectAlternativeName([x509.UniformResourceIdentifier(uri)]), critical=False
-            )
-            .add_extension(
-                x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer.public_key()),  # type: ignore[arg-type]
-                critical=False,
-            )
-            .sign(signer, hashes.SHA256())
-        )
-        pem = key.private_bytes(
-            serialization.Encoding.PEM,
-            serialization.PrivateFormat.PKCS8,
-            serialization.NoEncryption(),
-        )
-        return pem, cert.public_bytes(serialization.Encoding.PEM)
 
     async def close(self) -> None:
         for channel in self.channels:

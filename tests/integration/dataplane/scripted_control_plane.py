@@ -17,14 +17,19 @@ from kvshuttle.v1 import agent_service_pb2_grpc as agent_grpc
 class ScriptedControlPlane(agent_grpc.AgentServiceServicer):
     """Serves on a loopback port; `streams` gets every stream that an agent opens."""
 
-    def __init__(self, port: int = 0) -> None:
+    def __init__(self, port: int = 0, credentials: grpc.ServerCredentials | None = None) -> None:
         self.streams: queue.Queue[Stream] = queue.Queue()
         self.refuse: tuple[grpc.StatusCode, str] | None = None
         self.refused = threading.Event()
         self._generation = 0
         self._server = grpc.server(futures.ThreadPoolExecutor(8))
         agent_grpc.add_AgentServiceServicer_to_server(self, self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{port}")
+        address = f"127.0.0.1:{port}"
+        self.port = (
+            self._server.add_secure_port(address, credentials)
+            if credentials is not None
+            else self._server.add_insecure_port(address)
+        )
         self._server.start()
 
     def stop(self) -> None:
@@ -38,6 +43,7 @@ class ScriptedControlPlane(agent_grpc.AgentServiceServicer):
             context.abort(*self.refuse)
         self._generation += 1
         stream = Stream(self._generation)
+        stream.identities = list(context.auth_context().get("x509_subject_alternative_name", ()))
         threading.Thread(target=stream.read_from, args=(request_iterator,), daemon=True).start()
         self.streams.put(stream)
         while (response := stream.outgoing.get()) is not None:
@@ -52,6 +58,8 @@ class Stream:
         self.incoming: queue.Queue[agent_pb2.ConnectRequest | None] = queue.Queue()
         self.outgoing: queue.Queue[agent_pb2.ConnectResponse | None] = queue.Queue()
         self.boot_id = ""
+        # What the caller's certificate names, where there is one.
+        self.identities: list[bytes] = []
 
     def read_from(self, requests: Iterator[agent_pb2.ConnectRequest]) -> None:
         try:

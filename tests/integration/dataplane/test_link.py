@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
 import grpc
 import pytest
+import trustme
 
 from kvshuttle.dataplane.clock import boottime_ns
 from kvshuttle.dataplane.config import AgentConfig
@@ -15,20 +18,21 @@ from kvshuttle.dataplane.scheduler import FinishedRequest, SchedulerAgent
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
 from tests.integration.dataplane.scripted_control_plane import ScriptedControlPlane, Stream
+from tests.support.certificates import issue_for_uri
 from tests.unit.dataplane.fakes import FakePool
 
 
 class Engine:
     """A scheduler thread that sleeps until it is woken, as an idle engine does."""
 
-    def __init__(self, port: int) -> None:
+    def __init__(self, port: int, tls: Mapping[str, str] | None = None) -> None:
         config = AgentConfig.parse(
             {
                 "control_plane": f"127.0.0.1:{port}",
                 "worker_id": "w",
                 "role": "decode",
                 "url": "http://127.0.0.1:1",
-                "insecure": True,
+                **(tls or {"insecure": True}),
             }
         )
         self._woken = threading.Event()
@@ -268,3 +272,38 @@ def test_after_a_fence_it_does_not_come_back(
     engine.link._threads[0].join(10)
     assert not engine.link._threads[0].is_alive()
     assert control_plane.streams.empty()
+
+
+def test_it_shows_its_certificate_and_takes_only_servers_that_its_authority_signed(
+    tmp_path: Path,
+) -> None:
+    authority, stranger = trustme.CA(), trustme.CA()
+    key, chain = issue_for_uri(authority, "kvshuttle://worker/w")
+    tls = {name: str(tmp_path / name) for name in ("tls_ca", "tls_cert", "tls_key")}
+    authority.cert_pem.write_to_path(tls["tls_ca"])
+    Path(tls["tls_cert"]).write_bytes(chain)
+    Path(tls["tls_key"]).write_bytes(key)
+
+    def served_by(ca: trustme.CA) -> ScriptedControlPlane:
+        server = ca.issue_cert("127.0.0.1")
+        pair = (server.private_key_pem.bytes(), server.cert_chain_pems[0].bytes())
+        return ScriptedControlPlane(
+            credentials=grpc.ssl_server_credentials(
+                [pair], authority.cert_pem.bytes(), require_client_auth=True
+            )
+        )
+
+    control_plane, impostor = served_by(authority), served_by(stranger)
+    engines = [Engine(control_plane.port, tls), Engine(impostor.port, tls)]
+    try:
+        stream = opened(control_plane)
+        stream.welcome()
+        stream.next("heartbeat")
+        assert stream.identities == [b"kvshuttle://worker/w"]
+        with pytest.raises(queue.Empty):
+            impostor.streams.get(timeout=1)
+    finally:
+        for engine in engines:
+            engine.close()
+        control_plane.stop()
+        impostor.stop()
