@@ -11,10 +11,17 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from google.rpc import code_pb2  # type: ignore[import-untyped, unused-ignore]
 
+from kvshuttle.gateway.__main__ import main
 from kvshuttle.v1 import types_pb2 as types
 from tests.integration.gateway.conftest import CHAT, running_gateway
-from tests.integration.gateway.fake_control_plane import PERMISSION_DENIED, FakeControlPlane, worker
+from tests.integration.gateway.fake_control_plane import (
+    PERMISSION_DENIED,
+    FakeControlPlane,
+    status,
+    worker,
+)
 from tests.integration.gateway.waiting import PATIENCE_S, eventually
 
 if TYPE_CHECKING:
@@ -215,6 +222,38 @@ async def test_without_permission_to_list_workers_the_control_plane_is_up(
     await eventually(lambda: control.lists > seen + 1, "refused lists")
     assert (await gateway.chat()).headers["x-kvshuttle-turn"] == "1"
     assert await gateway.metric("kvshuttle_gateway_control_plane_up") == 1
+
+
+async def test_a_control_plane_that_does_not_know_the_gateway_is_not_called_up(
+    gateway: RunningGateway, control: FakeControlPlane, decode: FakeEngine
+) -> None:
+    unknown = status(code_pb2.UNAUTHENTICATED, "UNAUTHENTICATED", "the bearer token is not known")
+    control.refuse_workers = control.refuse_begin = unknown
+    seen = control.lists
+    await eventually(lambda: control.lists > seen + 1, "refused lists")
+
+    report = (await gateway.http.get("/health")).json()
+    assert report["control_plane"]["state"] == "down"
+    assert report["control_plane"]["reason"] == "UNAUTHENTICATED"
+    assert await gateway.metric("kvshuttle_gateway_control_plane_up") == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "word"),
+    [
+        (["--control-plane", "10.0.0.1:1", "--control-plane-token", "x"], "clear text"),
+        (["--control-plane-ca-file", "/no/such.pem"], "/no/such.pem"),
+        (["--control-plane-cert-file", "/no/such.pem"], "both a certificate file and a key file"),
+    ],
+)
+def test_a_connection_that_cannot_be_is_one_line_at_the_start(
+    argv: list[str], word: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--port", "0", *argv]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith("kvshuttle-gateway: control plane: ")
+    assert word in said
+    assert len(said.splitlines()) == 1
 
 
 async def test_as_a_process(control: FakeControlPlane, decode: FakeEngine, tmp_path: Path) -> None:

@@ -76,15 +76,24 @@ class ClientOptions:
     tenant: str | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
 
+    def check(self, target: str) -> None:
+        """Whether a channel to this target could be made: files are read, nobody is asked.
+
+        Raises OSError where a file cannot be read, ValueError for a token in clear text.
+        """
+        if self.tls is not None:
+            self.tls.credentials()
+        elif self.token is not None and not is_loopback_target(target):
+            raise ValueError(
+                f"a token would travel in clear text to {target}: give TLS options, "
+                "or use a loopback address"
+            )
+
     def channel(self, target: str) -> grpc.aio.Channel:
-        """Opens a channel; it connects at the first call."""
+        """Opens a channel; it connects at the first call. Raises as `check` does."""
+        self.check(target)
         options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
         if self.tls is None:
-            if self.token is not None and not is_loopback_target(target):
-                raise ValueError(
-                    f"a token would travel in clear text to {target}: give TLS options, "
-                    "or use a loopback address"
-                )
             return grpc.aio.insecure_channel(target, options=options)
         if self.tls.server_name is not None:
             options.append(("grpc.ssl_target_name_override", self.tls.server_name))

@@ -29,7 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     logs.configure(settings)
     try:
-        settings.client_options()
+        settings.client_options().check(settings.control_plane)
+    except (OSError, ValueError) as error:
+        print(f"kvshuttle-gateway: control plane: {error}", file=sys.stderr)  # noqa: T201
+        return 2
+    try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             server = GatewayServer(settings)
             runner.run(server.run_until_stopped())

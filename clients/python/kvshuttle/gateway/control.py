@@ -21,6 +21,7 @@ from kvshuttle.client import (
     KVShuttleError,
     PermissionDeniedError,
     ResourceExhaustedError,
+    UnauthenticatedError,
     UnavailableError,
     new_request_id,
 )
@@ -287,6 +288,11 @@ class ControlPlane:
 
     def _note_error(self, error: KVShuttleError) -> str:
         """Counts an error as an answer or as silence; the reason to count for the request."""
+        if isinstance(error, UnauthenticatedError):
+            # It answers everyone so, whatever is asked: no turn will be placed until that changes.
+            reason = reason_label(error.reason or "UNAUTHENTICATED")
+            self._note_failure(reason)
+            return reason
         if error.reason:
             self._note_answer()
             return reason_label(error.reason)

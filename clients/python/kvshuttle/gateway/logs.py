@@ -7,14 +7,20 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import structlog
 
 if TYPE_CHECKING:
-    from structlog.types import Processor
+    from structlog.types import EventDict, Processor
 
     from kvshuttle.gateway.settings import GatewaySettings
+
+
+def _without_colors(_logger: Any, _method: str, event: EventDict) -> EventDict:
+    """uvicorn sends its messages a second time, with colours."""
+    event.pop("color_message", None)
+    return event
 
 
 def configure(settings: GatewaySettings) -> None:
@@ -25,6 +31,7 @@ def configure(settings: GatewaySettings) -> None:
         structlog.processors.add_log_level,
         structlog.stdlib.ExtraAdder(),
         structlog.processors.TimeStamper(fmt="iso", utc=True),
+        _without_colors,
     ]
     renderer: list[Processor]
     if settings.log_format == "json":
