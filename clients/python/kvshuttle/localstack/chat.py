@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -89,12 +89,13 @@ class ChatClient:
         returns: str | None = None,
         stream: bool = True,
         headers: Mapping[str, str] | None = None,
+        on_first_token: Callable[[], None] | None = None,
         **parameters: Any,
     ) -> Answer:
         """One chat completion. Raises httpx.HTTPError, with the body for an error status.
 
-        `session` and `returns` (auto, never, always) are the gateway's headers; other keywords
-        go into the body.
+        `session` and `returns` (auto, never, always) are the gateway's headers; `on_first_token`
+        is called once, by the thread that reads the stream; other keywords go into the body.
         """
         sent = dict(headers or {})
         if session is not None:
@@ -102,7 +103,7 @@ class ChatClient:
         if returns is not None:
             sent[RETURN_HEADER] = returns
         body = self.body(messages, max_tokens=max_tokens, **parameters)
-        return self._stream(body, sent) if stream else self._whole(body, sent)
+        return self._stream(body, sent, on_first_token) if stream else self._whole(body, sent)
 
     def _whole(self, body: dict[str, Any], headers: Mapping[str, str]) -> Answer:
         start = time.perf_counter()
@@ -122,7 +123,12 @@ class ChatClient:
             **_usage(answer.get("usage")),
         )
 
-    def _stream(self, body: dict[str, Any], headers: Mapping[str, str]) -> Answer:
+    def _stream(
+        self,
+        body: dict[str, Any],
+        headers: Mapping[str, str],
+        on_first_token: Callable[[], None] | None,
+    ) -> Answer:
         body = body | {"stream": True, "stream_options": {"include_usage": True}}
         text: list[str] = []
         token_ids: list[int] = []
@@ -153,6 +159,8 @@ class ChatClient:
                     piece = choice["delta"].get("content") or ""
                     if first is None and (piece or choice.get("token_ids")):
                         first = time.perf_counter() - start
+                        if on_first_token is not None:
+                            on_first_token()
                     text.append(piece)
                     token_ids += choice.get("token_ids") or ()
                     logprobs += _logprobs(choice)

@@ -63,6 +63,8 @@ class EngineSpec:
     warm_up: bool = True
     extra_args: tuple[str, ...] = ()
     env: Mapping[str, str] = field(default_factory=dict)
+    # What is run with `python -m`: vLLM's server, or a module that runs it.
+    server: str = "vllm.entrypoints.openai.api_server"
 
 
 def kvshuttle_transfer(
@@ -120,7 +122,7 @@ class Engine(ManagedProcess):
 
     def argv(self) -> list[str]:
         spec = self.spec
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command = [sys.executable, "-m", spec.server]
         command += ["--model", str(spec.model), "--served-model-name", spec.served_name]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         command += ["--dtype", spec.dtype]
