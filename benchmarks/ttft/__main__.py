@@ -1,0 +1,185 @@
+"""Entry point of the benchmark."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from benchmarks.ttft import raw_nixl
+from benchmarks.ttft.arms import ARMS, Pool
+from benchmarks.ttft.offload_tier import reason_it_does_not_run
+from benchmarks.ttft.report import last_line, summary, tables
+from benchmarks.ttft.schedule import Plan, fixed, from_traces, read_traces
+from benchmarks.ttft.session import Options, Results, Run
+
+ROOT = Path(__file__).resolve().parents[2]
+# The fixed schedule: 1,500 tokens cold, then 2,000, 2,500 and 3,000.
+TURNS = 4
+OUTPUT_TOKENS = 64
+GAP_S = 2.0
+TRACE_WINDOW = 3_000
+# QUICK must end within 8 minutes; what is left after the last group is stopping and reporting.
+QUICK_BUDGET_S = 400.0
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ttft", description=__doc__)
+    parser.add_argument("--model", type=Path, default=ROOT / ".models" / "smollm2")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--block-size", type=int, default=32)
+    parser.add_argument("--pool-tokens", type=int, default=16_384)
+    parser.add_argument("--out", type=Path, default=ROOT / "out" / "ttft")
+    parser.add_argument("--quick", action="store_true", help="within 8 minutes: fewer of all")
+    parser.add_argument("--repeats", type=int, default=3, help="fixed conversations")
+    parser.add_argument("--traces", type=Path, help="recorded sessions; see docs/benchmarks.md")
+    parser.add_argument("--trace-conversations", type=int, default=2)
+    parser.add_argument("--trace-turns", type=int, default=5)
+    parser.add_argument("--scenarios", default="lost,kept", help="lost, kept, or both")
+    parser.add_argument("--arms", default=",".join(kind.key for kind in ARMS))
+    parser.add_argument("--idle-seconds", type=float, default=20.0)
+    parser.add_argument("--idle-sessions", type=int, default=100)
+    parser.add_argument("--no-offload-tier", action="store_true", help="do not try arm d2")
+    options = parser.parse_args()
+    if options.quick:
+        options.repeats, options.scenarios = 1, "lost"
+        # What the last line is made of; the others take two more stacks, a minute each.
+        options.arms, options.trace_conversations = "a,b,c,f", 1
+        options.idle_seconds, options.idle_sessions = min(options.idle_seconds, 10.0), 10
+        options.no_offload_tier = True
+    return options
+
+
+def _plans(options: argparse.Namespace) -> list[Plan]:
+    plans = [fixed(i, TURNS, OUTPUT_TOKENS, GAP_S) for i in range(options.repeats)]
+    if options.traces:
+        plans += from_traces(
+            read_traces(options.traces),
+            count=options.trace_conversations,
+            turns=options.trace_turns,
+            window=TRACE_WINDOW,
+            max_output=OUTPUT_TOKENS,
+        )
+    return plans
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(ROOT), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+
+
+def _settings(options: argparse.Namespace, pool: Pool) -> dict[str, Any]:
+    return {
+        "commit": _commit(),
+        "model": pool.model.name,
+        "dtype": pool.dtype,
+        "block_size": pool.block_size,
+        "pool_blocks": pool.blocks,
+        "quick": options.quick,
+        "traces": None if options.traces is None else options.traces.name,
+        "output_tokens": OUTPUT_TOKENS,
+        "gap_s": GAP_S,
+        "machine": platform.machine(),
+        "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "emulation": (
+            "lost: prefix caching off on prefill in b, c, d, e; in f on, and emptied while decode "
+            "answers, before anything comes back"
+        ),
+    }
+
+
+def _raw(results: Results, model: Path) -> dict[str, Any]:
+    """Raw NIXL on as many bytes, in as many descriptors, as the median return of ours."""
+    moved = sorted(
+        (m.bytes, m.blocks)
+        for s in results.samples
+        for m in s.moved
+        if m.direction == "RETURN" and m.state == "COMPLETED" and m.bytes
+    )
+    if not moved:
+        return {}
+    size, blocks = moved[len(moved) // 2]
+    layers = int(json.loads((model / "config.json").read_text())["num_hidden_layers"])
+    # As our agent reads: a run of neighbouring blocks is one descriptor a layer. What it finds on
+    # a fresh pool is one run; block by block is what a fragmented one would cost.
+    return raw_nixl.measure(size, layers) | {
+        "block_by_block": raw_nixl.measure(size, layers * blocks)
+    }
+
+
+def main() -> int:
+    """Runs, writes, and prints the line that programs read last."""
+    options = _arguments()
+    console = Console(width=150)
+    pool = Pool(
+        model=options.model,
+        dtype=options.dtype,
+        block_size=options.block_size,
+        tokens=options.pool_tokens,
+        kv_cache_gib=1,
+        max_model_len=8_192,
+        dummy_weights=not any(options.model.glob("*.safetensors")),
+    )
+    out: Path = options.out
+    out.mkdir(parents=True, exist_ok=True)
+    settings = _settings(options, pool)
+
+    def write(results: Results, raw: dict[str, Any]) -> dict[str, Any]:
+        found = summary(results, raw, settings)
+        line, reasons = last_line(found)
+        found |= {"line": line, "null_because": reasons}
+        (out / "ttft.json").write_text(json.dumps(found, indent=1) + "\n")
+        return found
+
+    def keep(results: Results) -> None:
+        write(results, {})
+
+    # The programs' logs of the last run stay, for whoever wonders about a figure.
+    directory = out / "logs"
+    shutil.rmtree(directory, ignore_errors=True)
+    directory.mkdir()
+    run = Run(
+        Options(
+            pool=pool,
+            plans=_plans(options),
+            scenarios=options.scenarios.split(","),
+            arms=options.arms.split(","),
+            directory=directory,
+            idle_seconds=options.idle_seconds,
+            idle_sessions=options.idle_sessions,
+            budget_s=QUICK_BUDGET_S if options.quick else None,
+        ),
+        say=lambda line: console.print(line, highlight=False, markup=False),
+        save=keep,
+    )
+    results = run.run()
+    if options.no_offload_tier:
+        reason: str | None = "not tried in this run"
+    else:
+        reason = reason_it_does_not_run(pool, directory / "offload")
+    results.left_out.setdefault("lost", {})["d2"] = reason or (
+        "it starts here; the benchmark has no proxy for it"
+    )
+    found = write(results, _raw(results, pool.model))
+    tables(found, console)
+    from benchmarks.ttft.plots import plot
+
+    for path in [out / "ttft.json", *plot(found, out)]:
+        console.print(f"written: {path}", highlight=False)
+    print(json.dumps(found["line"]), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,120 @@
+"""The picture: time to first token against prompt length, and where it goes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib as mpl
+
+mpl.use("Agg")
+
+import matplotlib.pyplot as plt
+
+from benchmarks.ttft.arms import ARMS
+
+__all__ = ["plot"]
+
+_NAMES = {kind.key: f"({kind.key}) {kind.name}" for kind in ARMS}
+# Colours that people who do not see red and green alike can tell apart (Okabe and Ito).
+_COLOURS = {
+    "a": "#000000",
+    "b": "#E69F00",
+    "c": "#D55E00",
+    "d": "#CC79A7",
+    "e": "#56B4E9",
+    "f": "#0072B2",
+}
+_PARTS = (
+    ("prefill queue, return's transfer in it", "prefill_queue_ms", "#E69F00"),
+    ("prefill compute", "prefill_compute_ms", "#0072B2"),
+    ("decode queue, forward transfer in it", "decode_queue_ms", "#CC79A7"),
+    ("decode's first step", "decode_first_step_ms", "#009E73"),
+    ("HTTP, tokens, proxy or gateway", "rest_ms", "#999999"),
+)
+
+
+def plot(found: dict[str, Any], directory: Path) -> list[Path]:
+    """One file a scenario and kind of conversation, and one for idle engines. Returns the paths."""
+    paths = []
+    for scenario, kinds in found["scenarios"].items():
+        for kind, body in kinds.items():
+            path = directory / f"ttft-{scenario}-{kind}.png"
+            _scenario(body, found, f"prefill's cache {scenario}, {kind} conversations", path)
+            paths.append(path)
+    if found["idle"]:
+        path = directory / "ttft-idle.png"
+        _idle(found["idle"], path)
+        paths.append(path)
+    return paths
+
+
+def _scenario(body: dict[str, Any], found: dict[str, Any], title: str, path: Path) -> None:
+    figure, (lines, bars, held) = plt.subplots(
+        1, 3, figsize=(17, 5.2), width_ratios=(1.3, 1.3, 0.7), layout="constrained"
+    )
+    settings = found["settings"]
+    figure.suptitle(f"{title} ({settings['model']}, {settings['dtype']}, one core an engine)")
+    arms = sorted(body["arms"])
+    points = [s for s in found["samples"] if s["arm"] in arms and s["turn"] >= 2]
+    for arm in arms:
+        by_prompt = body["arms"][arm]["ttft_ms_by_prompt"]
+        if title.endswith("fixed conversations"):
+            lengths = sorted(by_prompt, key=int)
+            lines.plot(
+                [int(n) for n in lengths],
+                [by_prompt[n] for n in lengths],
+                marker="o",
+                color=_COLOURS[arm],
+                label=_NAMES[arm],
+            )
+        else:
+            mine = [
+                s
+                for s in points
+                if s["arm"] == arm
+                and s["conversation"].startswith("trace")
+                and f"cache {s['scenario']}" in title
+            ]
+            lines.scatter(
+                [s["prompt_tokens"] for s in mine],
+                [s["ttft_ms"] for s in mine],
+                color=_COLOURS[arm],
+                label=_NAMES[arm],
+                s=18,
+            )
+    lines.set(xlabel="prompt, tokens", ylabel="time to first token, ms")
+    lines.set_ylim(bottom=0)
+    lines.grid(alpha=0.3)
+    lines.legend()
+    left = [0.0] * len(arms)
+    for label, key, colour in _PARTS:
+        values = [max(0.0, body["arms"][arm][key] or 0.0) for arm in arms]
+        bars.barh([_NAMES[arm] for arm in arms], values, left=left, label=label, color=colour)
+        left = [a + b for a, b in zip(left, values, strict=True)]
+    bars.set(xlabel="ms of a turn, medians of each part")
+    bars.invert_yaxis()
+    bars.legend(fontsize=8, loc="lower right")
+    held.barh(
+        [f"({arm})" for arm in arms],
+        [body["arms"][arm]["held_block_seconds"] or 0.0 for arm in arms],
+        color=[_COLOURS[arm] for arm in arms],
+    )
+    held.set(xlabel="held block-seconds between two turns")
+    held.invert_yaxis()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _idle(idle: dict[str, Any], path: Path) -> None:
+    figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+    arms = sorted(idle)
+    axes.barh(
+        [f"{_NAMES[arm]}, {idle[arm]['sessions']} sessions" for arm in arms],
+        [idle[arm]["percent"] for arm in arms],
+        color=[_COLOURS[arm] for arm in arms],
+    )
+    axes.set(xlabel="CPU of the busier engine while idle, % of a core")
+    axes.invert_yaxis()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,255 @@
+"""From samples to the JSON file, the table and the last line."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.ttft.arms import ARMS
+from benchmarks.ttft.session import Results
+from benchmarks.ttft.stats import counted, median_or_none, ratio
+from benchmarks.ttft.turns import Sample
+
+__all__ = ["ARM_OF_OURS", "last_line", "summary", "tables"]
+
+# What the last line's ratios are of: eager return without push, since push is not built.
+ARM_OF_OURS = "f"
+NOT_BUILT = {"g": "push + eager: kvshuttle's push, prefill to decode layer by layer, is not built"}
+
+
+def summary(results: Results, raw: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
+    """All of it but the samples themselves."""
+    scenarios = sorted({s.scenario for s in results.samples}, reverse=True)
+    return {
+        "settings": settings,
+        "arm_of_ours": ARM_OF_OURS,
+        "not_built": NOT_BUILT,
+        "left_out": results.left_out,
+        "groups": results.groups,
+        "engine_bytes": results.engine_bytes,
+        "scenarios": {
+            scenario: {
+                kind: _scenario(
+                    [s for s in results.samples if s.scenario == scenario and _kind(s) == kind]
+                )
+                for kind in ("fixed", "trace")
+                if any(s.scenario == scenario and _kind(s) == kind for s in results.samples)
+            }
+            for scenario in scenarios
+        },
+        "transfers": _transfers(results.samples, raw),
+        "idle": results.idle,
+        "samples": [dataclasses.asdict(s) for s in results.samples],
+    }
+
+
+def last_line(found: dict[str, Any]) -> tuple[dict[str, float | None], dict[str, str]]:
+    """The keys of the last line, and for each that is null why."""
+    lost = found["scenarios"].get("lost", {}).get("fixed", {}).get("ratios", {})
+    transfers, idle = found["transfers"], found["idle"]
+    line: dict[str, float | None] = {
+        "ttft_ratio_to_upstream_bidirectional": _value(lost, "c"),
+        "ttft_ratio_to_upstream_one_way": _value(lost, "b"),
+        "ttft_ratio_to_ideal": _value(lost, "a"),
+        "gbps_ratio_to_upstream": transfers["gbps_ratio_to_upstream"],
+        "gbps_ratio_to_raw": transfers["gbps_ratio_to_raw"],
+        "idle_cpu_percent": idle.get(ARM_OF_OURS, {}).get("percent"),
+        "prefill_throughput_ratio": None,
+    }
+    out = found["left_out"].get("lost", {})
+    reasons = {
+        "prefill_throughput_ratio": NOT_BUILT["g"],
+        "ttft_ratio_to_upstream_bidirectional": out.get("c", "no turns of both arms"),
+        "ttft_ratio_to_upstream_one_way": out.get("b", "no turns of both arms"),
+        "ttft_ratio_to_ideal": "no turns of both arms",
+        "gbps_ratio_to_upstream": "no transfer of both was measured",
+        "gbps_ratio_to_raw": "no transfer of ours was measured",
+        "idle_cpu_percent": "not measured: --idle-seconds 0",
+    }
+    return line, {key: reasons[key] for key, value in line.items() if value is None}
+
+
+def _value(ratios: dict[str, Any], arm: str) -> float | None:
+    value = ratios.get(arm, {}).get("value")
+    return None if value is None else float(value)
+
+
+def _kind(sample: Sample) -> str:
+    return sample.conversation.split("-", 1)[0]
+
+
+def _scenario(samples: Sequence[Sample]) -> dict[str, Any]:
+    arms = [k.key for k in ARMS if any(s.arm == k.key for s in samples)]
+    return {
+        "ratios": {
+            arm: ratio(samples, ARM_OF_OURS, arm).record()
+            | {"side_by_side": _side_by_side(samples, ARM_OF_OURS, arm)}
+            for arm in arms
+            if arm != ARM_OF_OURS
+        },
+        "arms": {arm: _arm([s for s in samples if s.arm == arm]) for arm in arms},
+    }
+
+
+def _side_by_side(samples: Sequence[Sample], ours: str, theirs: str) -> bool:
+    def groups(arm: str) -> set[int]:
+        return {s.group for s in samples if s.arm == arm}
+
+    return bool(groups(ours) & groups(theirs))
+
+
+def _arm(samples: Sequence[Sample]) -> dict[str, Any]:
+    later = counted(samples)
+    lengths = sorted({s.wanted_tokens for s in later})
+
+    def median(values: Sequence[float | None]) -> float | None:
+        found = median_or_none(values)
+        return None if found is None else round(found, 2)
+
+    return {
+        "turns": len(later),
+        "turns_not_counted": len([s for s in samples if s.turn >= 2]) - len(later),
+        "ttft_ms": median([s.ttft_ms for s in later]),
+        "ttft_ms_by_prompt": {
+            str(n): median([s.ttft_ms for s in later if s.wanted_tokens == n]) for n in lengths
+        },
+        "ttft_ms_cold": median([s.ttft_ms for s in samples if s.turn == 1]),
+        "prompt_tokens": median([float(s.prompt_tokens) for s in later]),
+        "local_tokens": median([float(s.legs.local_tokens) for s in later]),
+        "returned_tokens": median([float(s.legs.returned_tokens) for s in later]),
+        "computed_tokens": median([float(s.legs.computed_tokens) for s in later]),
+        "prefill_leg_ms": median([s.prefill_leg_ms for s in later]),
+        "prefill_queue_ms": median([s.legs.prefill_queue_ms for s in later]),
+        "prefill_compute_ms": median([s.legs.prefill_compute_ms for s in later]),
+        "return_transfer_ms": median([_return_ms(s) for s in later]),
+        "begin_turn_ms": median([s.legs.begin_turn_ms for s in later]),
+        "forward_transfer_ms": median([_forward_ms(s) for s in later]),
+        "decode_queue_ms": median([s.legs.decode_queue_ms for s in later]),
+        "decode_first_step_ms": median([s.legs.decode_first_step_ms for s in later]),
+        "rest_ms": median([_rest_ms(s) for s in later]),
+        "held_block_seconds": median([s.held_block_seconds for s in later]),
+        "held_blocks_after_answer": median([s.held[0][1] for s in later if s.held]),
+        "held_blocks_before_next": median([s.held[-1][1] for s in later if s.held]),
+        "turns_that_differ_from_a": len([s for s in samples if s.differences]),
+        "differences": [
+            f"{s.conversation} turn {s.turn}: {text}" for s in samples for text in s.differences
+        ],
+        "plan_reasons": sorted({s.plan_reason for s in later if s.plan_reason}),
+    }
+
+
+def _return_ms(sample: Sample) -> float | None:
+    """Transfer that the turn's prefill waited for: an eager return is not on its way."""
+    if sample.legs.return_ms is not None:
+        return sample.legs.return_ms
+    found = [m.transfer_ms for m in sample.moved if m.direction == "RETURN" and not m.eager]
+    return sum(found) if found else None
+
+
+def _forward_ms(sample: Sample) -> float | None:
+    if sample.legs.forward_ms is not None:
+        return sample.legs.forward_ms
+    found = [m.transfer_ms for m in sample.moved if m.direction == "FORWARD"]
+    return sum(found) if found else None
+
+
+def _rest_ms(sample: Sample) -> float | None:
+    """What the engines do not count: HTTP, templates and tokens, proxy or gateway, twice."""
+    if sample.legs.decode_queue_ms is None or sample.legs.decode_first_step_ms is None:
+        return sample.ttft_ms - sample.legs.prefill_queue_ms - sample.legs.prefill_compute_ms
+    return (
+        sample.ttft_ms
+        - sample.legs.prefill_queue_ms
+        - sample.legs.prefill_compute_ms
+        - sample.legs.decode_queue_ms
+        - sample.legs.decode_first_step_ms
+    )
+
+
+def gbps(samples: Sequence[Sample], arm: str) -> list[float]:
+    """GB/s of each return of an arm: ours by its leases, upstream's by its own counters."""
+    found = []
+    for s in samples:
+        if s.arm != arm or s.turn < 2:
+            continue
+        if s.legs.return_bytes and s.legs.return_ms:
+            found.append(s.legs.return_bytes / s.legs.return_ms / 1e6)
+        found += [
+            m.bytes / m.transfer_ms / 1e6
+            for m in s.moved
+            if m.direction == "RETURN" and m.state == "COMPLETED" and m.bytes and m.transfer_ms
+        ]
+    return found
+
+
+def _transfers(samples: Sequence[Sample], raw: dict[str, Any]) -> dict[str, Any]:
+    rates = {arm: median_or_none(gbps(samples, arm)) for arm in ("c", "e", "f")}
+
+    def over(theirs: float | None) -> float | None:
+        ours = rates[ARM_OF_OURS]
+        return round(ours / theirs, 4) if ours and theirs else None
+
+    return {
+        "gbps_of_returns": {k: None if v is None else round(v, 3) for k, v in rates.items()},
+        "raw_nixl": raw,
+        "gbps_ratio_to_upstream": over(rates["c"]),
+        "gbps_ratio_to_raw": over(raw.get("gb_per_s_median")),
+    }
+
+
+def tables(found: dict[str, Any], console: Console) -> None:
+    """For a person."""
+    names = {kind.key: kind.name for kind in ARMS}
+    for scenario, kinds in found["scenarios"].items():
+        for kind, body in kinds.items():
+            title = f"prefill's cache {scenario}, {kind} conversations: medians over turns ≥ 2, ms"
+            table = Table(title=title, title_justify="left")
+            for column in (
+                "arm",
+                "TTFT",
+                "f/arm",
+                "prefill queue",
+                "compute",
+                "decode queue",
+                "first step",
+                "rest",
+                "return",
+                "forward",
+                "computed tok",
+                "differs",
+            ):
+                table.add_column(column, justify="left" if column == "arm" else "right")
+            for arm, row in sorted(body["arms"].items()):
+                compared = body["ratios"].get(arm, {}).get("value")
+                table.add_row(
+                    f"{arm} {names[arm]}",
+                    *(
+                        _text(row[k], 0) if k else _text(compared, 3)
+                        for k in (
+                            "ttft_ms",
+                            "",
+                            "prefill_queue_ms",
+                            "prefill_compute_ms",
+                            "decode_queue_ms",
+                            "decode_first_step_ms",
+                            "rest_ms",
+                        )
+                    ),
+                    _text(row["return_transfer_ms"], 1),
+                    _text(row["forward_transfer_ms"], 1),
+                    _text(row["computed_tokens"], 0),
+                    str(row["turns_that_differ_from_a"]),
+                )
+            for arm, reason in found["left_out"].get(scenario, {}).items():
+                table.add_row(f"{arm} {names.get(arm, arm)}: {reason.splitlines()[0][:60]}")
+            for arm, reason in found["not_built"].items():
+                table.add_row(f"{arm} not built ({reason.split(':')[0]})")
+            console.print(table)
+
+
+def _text(value: float | None, digits: int) -> str:
+    return "–" if value is None else f"{value:,.{digits}f}"

@@ -1,0 +1,287 @@
+"""The run: groups of arms side by side, conversations turn about, everything noted."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from benchmarks.idle_cpu import measure, totals
+from benchmarks.ttft.arms import ARMS, Arm, ArmKind, Pool, Scenario, open_arm
+from benchmarks.ttft.groups import available_bytes, plan_groups, used_bytes
+from benchmarks.ttft.schedule import Plan
+from benchmarks.ttft.texts import History
+from benchmarks.ttft.turns import Client, Sample
+from kvshuttle.localstack import Answer, ManagedProcess, Message, ProcessError, Stack, user
+
+__all__ = ["Options", "Results", "Run"]
+
+# Two short turns in each arm: handshakes, what compiles at first use, connections.
+WARM_UP_WORDS = (400, 120)
+SETTLE_S = 5.0
+IDEAL = "a"
+# Whose idle cost is measured; upstream's other two have the connector of c.
+IDLE_ARMS = ("a", "c", "e", "f")
+# How far apart two logprobs of the same token may be in float32; bfloat16 differs by 0.1 between
+# any two ways to compute a prompt, in plain vLLM too.
+LOGPROB_TOLERANCE = 1e-3
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to run."""
+
+    pool: Pool
+    plans: Sequence[Plan]
+    scenarios: Sequence[Scenario]
+    arms: Sequence[str]
+    directory: Path
+    idle_seconds: float
+    idle_sessions: int
+    # The run stops opening groups when a whole one may not fit any more. None: no limit.
+    budget_s: float | None
+
+
+@dataclass
+class Results:
+    """What was measured, growing while it runs."""
+
+    samples: list[Sample] = field(default_factory=list)
+    # Why an arm is not in a scenario: {scenario: {arm: reason}}.
+    left_out: dict[str, dict[str, str]] = field(default_factory=dict)
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    idle: dict[str, dict[str, Any]] = field(default_factory=dict)
+    engine_bytes: int = 0
+
+
+class Run:
+    """One run. `say` gets lines for a person; `save` is called after every turn."""
+
+    def __init__(
+        self,
+        options: Options,
+        say: Callable[[str], None],
+        save: Callable[[Results], None] = lambda _: None,
+    ) -> None:
+        self._options = options
+        self._say = say
+        self._save = save
+        self._started = time.monotonic()
+        self._group = 0
+        self._group_s = 0.0
+        self.results = Results()
+
+    def run(self) -> Results:
+        """Everything. Raises ProcessError if the plain engine does not start."""
+        wanted = [kind for kind in ARMS if kind.key in self._options.arms]
+        ideal = next(kind for kind in ARMS if kind.key == IDEAL)
+        with self._opened(ideal, self._options.scenarios[0], "plain") as plain:
+            self.results.engine_bytes = used_bytes(plain.prefill)
+            others = [kind for kind in wanted if kind is not ideal]
+            for scenario in self._options.scenarios:
+                groups = plan_groups(others, self.results.engine_bytes, available_bytes())
+                for group in groups:
+                    self._run_group(plain, group, scenario)
+        return self.results
+
+    # Groups
+
+    def _run_group(self, plain: Arm, group: list[ArmKind], scenario: Scenario) -> None:
+        if self._out_of_time():
+            self._leave_out(scenario, group, "no time left for it in this run")
+            return
+        self._group += 1
+        start = time.monotonic()
+        names = ", ".join(kind.key for kind in group)
+        self._say(f"\n{scenario}, group {self._group}: {names} beside the plain engine")
+        with contextlib.ExitStack() as stack:
+            arms = [plain]
+            for kind in group:
+                directory = self._options.directory / f"{scenario}-{kind.key}"
+                try:
+                    arms.append(stack.enter_context(self._opened(kind, scenario, directory.name)))
+                except ProcessError as error:
+                    self._leave_out(scenario, [kind], f"it does not start: {error}")
+            self.results.groups.append(
+                {"group": self._group, "scenario": scenario, "arms": [a.kind.key for a in arms]}
+            )
+            clients = [Client(arm, scenario, self._options.pool, self._group) for arm in arms]
+            for client in clients:
+                stack.callback(client.close)
+            for client in clients:
+                _warm_up(client)
+                client.arm.rest()
+            self._group_s = max(self._group_s, time.monotonic() - start)
+            for plan in self._options.plans:
+                if self._out_of_time():
+                    self._say(f"  {plan.name}: no time left")
+                    break
+                self._conversation(clients, plan)
+            self._idle(scenario, clients)
+        self._save(self.results)
+
+    @contextlib.contextmanager
+    def _opened(self, kind: ArmKind, scenario: Scenario, name: str) -> Iterator[Arm]:
+        start = time.monotonic()
+        with Stack(self._progress) as stack:
+            arm = open_arm(
+                kind, scenario, self._options.pool, self._options.directory / name, stack
+            )
+            self._say(f"  {kind.key} {kind.name}: up after {time.monotonic() - start:.0f} s")
+            try:
+                yield arm
+            finally:
+                arm.close()
+
+    def _progress(self, process: ManagedProcess, phase: str) -> None:
+        if phase == "starting":
+            self._say(f"  {process.name}: starting")
+
+    def _out_of_time(self) -> bool:
+        budget = self._options.budget_s
+        return budget is not None and time.monotonic() - self._started + self._group_s > budget
+
+    def _leave_out(self, scenario: str, kinds: Sequence[ArmKind], reason: str) -> None:
+        for kind in kinds:
+            self._say(f"  {kind.key} {kind.name} is left out: {reason.splitlines()[0]}")
+            self.results.left_out.setdefault(scenario, {})[kind.key] = reason
+
+    # Conversations
+
+    def _conversation(self, clients: list[Client], plan: Plan) -> None:
+        """One conversation on every arm of the group, turn by turn, who goes first changing."""
+        if plan.tokens > self._options.pool.tokens:
+            raise ValueError(f"{plan.name} needs {plan.tokens} tokens of KV: the pool is too small")
+        history = History(plan, self._count(clients[0].arm.url))
+        active = list(clients)
+        for number, turn in enumerate(plan.turns, start=1):
+            messages = history.ask(number)
+            answers: dict[str, Answer] = {}
+            made: list[Sample] = []
+            shift = number % len(active)
+            for client in [*active[shift:], *active[:shift]]:
+                name = f"{plan.name}-{client.arm.kind.key}-{self._group}"
+                try:
+                    client.settle(name)
+                    sample, answer = client.turn(
+                        name, number, messages, turn.prompt_tokens, turn.output_tokens, turn.gap_s
+                    )
+                except httpx.HTTPError as error:
+                    self._say(
+                        f"  {client.arm.kind.key} failed in {plan.name} turn {number}: {error!r}"
+                    )
+                    if client.arm.kind.key == IDEAL:
+                        raise
+                    active.remove(client)
+                    continue
+                finally:
+                    client.arm.rest()
+                sample.conversation = plan.name
+                answers[client.arm.kind.key] = answer
+                made.append(sample)
+            expected = answers[IDEAL]
+            for sample in made:
+                sample.differences = _differences(answers[sample.arm], expected)
+            self.results.samples += made
+            self._save(self.results)
+            self._say(_line(plan, number, made))
+            history.heard(expected.message())
+        for client in clients:
+            client.arm.wake()
+            client.end(f"{plan.name}-{client.arm.kind.key}-{self._group}")
+            client.arm.rest()
+
+    @staticmethod
+    def _count(url: str) -> Callable[[Sequence[Message]], int]:
+        def count(messages: Sequence[Message]) -> int:
+            body = {
+                "model": "model",
+                "messages": list(messages),
+                "add_generation_prompt": not messages or messages[-1]["role"] == "user",
+            }
+            if not messages:
+                return 0
+            answer = httpx.post(f"{url}/tokenize", json=body, timeout=30)
+            answer.raise_for_status()
+            return int(answer.json()["count"])
+
+        return count
+
+    # Idle
+
+    def _idle(self, scenario: str, clients: list[Client]) -> None:
+        """CPU of engines that hold sessions and are asked nothing."""
+        if not self._options.idle_seconds:
+            return
+        for client in clients:
+            arm = client.arm
+            key = arm.kind.key
+            if key in self.results.idle or key not in IDLE_ARMS:
+                continue
+            arm.wake()
+            # Upstream cannot be told that a conversation is over: it holds those of the run.
+            wanted = self._options.idle_sessions if arm.kind.ours else 0
+            for number in range(wanted):
+                _ask(client, f"idle-{number}", f"Session {number}. Name a colour and a bird.", 2)
+            sessions = wanted or (len(self._options.plans) if arm.kind.proxy else 0)
+            time.sleep(SETTLE_S)
+            held = None
+            if arm.view is not None:
+                held = {
+                    name: {"holds": w.pool.holds, "held_blocks": w.pool.held_blocks}
+                    for name, w in arm.view.workers().items()
+                }
+            usages = measure(arm.engines, self._options.idle_seconds)
+            self.results.idle[key] = {
+                "scenario": scenario,
+                "sessions": sessions,
+                "seconds": self._options.idle_seconds,
+                "percent_by_engine": totals(usages),
+                "held": held,
+                "percent": max(totals(usages).values()),
+            }
+            self._say(f"  idle {key}: {self.results.idle[key]['percent_by_engine']} % of a core")
+            arm.rest()
+
+
+def _ask(client: Client, conversation: str, text: str, tokens: int) -> None:
+    client.turn(conversation, 1, [user(text)], 0, tokens, 0.0)
+
+
+def _warm_up(client: Client) -> None:
+    messages: list[Message] = []
+    for turn, words in enumerate(WARM_UP_WORDS, start=1):
+        messages.append(user("The tide comes in and goes out. " * (words // 7) + "What then?"))
+        _, answer = client.turn("warm-up", turn, messages, 0, 24, 0.5)
+        messages.append(answer.message())
+        client.settle("warm-up")
+    client.end("warm-up")
+
+
+def _differences(answer: Answer, expected: Answer) -> list[str]:
+    found = []
+    if answer.token_ids != expected.token_ids or not answer.token_ids:
+        pairs = zip(answer.token_ids, expected.token_ids, strict=False)
+        same = next((i for i, (a, b) in enumerate(pairs) if a != b), None)
+        same = min(len(answer.token_ids), len(expected.token_ids)) if same is None else same
+        found.append(f"tokens differ from number {same} of {len(expected.token_ids)}")
+    elif len(answer.logprobs) == len(expected.logprobs) and answer.logprobs:
+        off = max(abs(a - b) for a, b in zip(answer.logprobs, expected.logprobs, strict=True))
+        if off > LOGPROB_TOLERANCE:
+            found.append(f"a logprob is off by {off:.4f}")
+    return found
+
+
+def _line(plan: Plan, number: int, made: Sequence[Sample]) -> str:
+    parts = [f"{s.arm} {s.ttft_ms:7.0f}" for s in sorted(made, key=lambda s: s.arm)]
+    odd = [f"{s.arm}: {'; '.join(s.differences)}" for s in made if s.differences]
+    odd += [f"{s.arm}: cache was not dropped in time" for s in made if s.cache_dropped is False]
+    text = f"  {plan.name} turn {number}, {made[0].prompt_tokens:5} tokens, TTFT ms: " + "  ".join(
+        parts
+    )
+    return text + ("   (" + ", ".join(odd) + ")" if odd else "")

@@ -1,0 +1,258 @@
+"""One turn of one conversation on one arm, measured."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from benchmarks.ttft.arms import Arm, Pool, Scenario
+from benchmarks.ttft.counters import Legs, Snapshot, forget, held_blocks, legs
+from benchmarks.ttft.proxy import PREFILL_HEADER
+from kvshuttle.localstack import Answer, ChatClient, Message
+from kvshuttle.v1 import lease_service_pb2, types_pb2
+
+__all__ = ["Client", "Moved", "Sample"]
+
+# After SIGCONT: sockets, shared memory and NIXL's threads catch up before anything is timed.
+WAKE_S = 0.3
+# Prefill's holds end with decode's notice, and its heartbeat says so within a second.
+DROP_TIMEOUT_S = 10.0
+POLL_S = 0.05
+# An eager return that has not ended by then is measured as it stands.
+RETURN_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Moved:
+    """One of our transfers, as its reader measured it."""
+
+    direction: str
+    eager: bool
+    blocks: int
+    bytes: int
+    transfer_ms: float
+    wait_ms: float
+    state: str
+
+
+@dataclass
+class Sample:
+    """One measured turn."""
+
+    arm: str
+    scenario: str
+    group: int
+    conversation: str
+    turn: int
+    wanted_tokens: int
+    prompt_tokens: int
+    output_tokens: int
+    cached_tokens: int
+    ttft_ms: float
+    total_ms: float
+    legs: Legs
+    prefill_leg_ms: float | None
+    plan_reason: str | None
+    moved: list[Moved]
+    # None: this arm does not drop. False: it could not be dropped before the answer had ended.
+    cache_dropped: bool | None
+    # (seconds since the end of the answer, blocks) of both engines together.
+    held: list[tuple[float, float]] = field(default_factory=list)
+    token_ids: tuple[int, ...] = ()
+    differences: list[str] = field(default_factory=list)
+
+    @property
+    def held_block_seconds(self) -> float:
+        """Held blocks over the gap that followed, by trapezoids."""
+        return sum(
+            (b[0] - a[0]) * (a[1] + b[1]) / 2
+            for a, b in zip(self.held, self.held[1:], strict=False)
+        )
+
+
+class Client:
+    """Talks to one arm; keeps what must be known from turn to turn."""
+
+    def __init__(self, arm: Arm, scenario: Scenario, pool: Pool, group: int) -> None:
+        self.arm = arm
+        self._scenario: Scenario = scenario
+        self._pool = pool
+        self._group = group
+        self._http = ChatClient(arm.url)
+        self._ended: dict[str, float] = {}
+        self._last: dict[str, Sample] = {}
+
+    def close(self) -> None:
+        """Closes its connections."""
+        self._http.close()
+
+    @property
+    def drops(self) -> bool:
+        """Whether prefill's cache is emptied while decode answers, to stand for its loss."""
+        eager = bool(self.arm.kind.eager)
+        return self._scenario == "lost" and eager and self.arm.prefix_caching
+
+    def turn(
+        self,
+        conversation: str,
+        turn: int,
+        messages: Sequence[Message],
+        wanted: int,
+        output: int,
+        gap_s: float,
+    ) -> tuple[Sample, Answer]:
+        """One turn. Raises httpx.HTTPError."""
+        if self.arm.wake():
+            time.sleep(WAKE_S)
+        self._wait_gap(conversation, gap_s)
+        before = Snapshot.of(self.arm)
+        self._note_held(conversation, before)
+        dropper = _Dropper(self.arm) if self.drops else None
+        answer = self._http.ask(
+            messages,
+            max_tokens=output,
+            session=conversation,
+            on_first_token=dropper.start if dropper else None,
+        )
+        ended = time.monotonic()
+        dropped = dropper.finish() if dropper else None
+        after = Snapshot.of(self.arm)
+        reason, moved = self._said(conversation, turn)
+        split = legs(self.arm, before, after)
+        header = answer.headers.get(PREFILL_HEADER.lower())
+        sample = Sample(
+            arm=self.arm.kind.key,
+            scenario=self._scenario,
+            group=self._group,
+            conversation=conversation,
+            turn=turn,
+            wanted_tokens=wanted,
+            prompt_tokens=answer.prompt_tokens,
+            output_tokens=answer.completion_tokens,
+            cached_tokens=answer.cached_tokens,
+            ttft_ms=answer.ttft_s * 1e3,
+            total_ms=answer.total_s * 1e3,
+            legs=split,
+            prefill_leg_ms=split.prefill_leg_ms if header is None else float(header),
+            plan_reason=reason,
+            moved=moved,
+            cache_dropped=dropped,
+            token_ids=answer.token_ids,
+        )
+        self._ended[conversation] = ended
+        self._last[conversation] = sample
+        self._note_held(conversation, after)
+        return sample, answer
+
+    def settle(self, conversation: str) -> None:
+        """Waits for the eager return of the turn before, and adds what it moved to its sample."""
+        sample = self._last.get(conversation)
+        if sample is None or not self.arm.kind.eager or self.arm.view is None:
+            return
+        deadline = time.monotonic() + RETURN_TIMEOUT_S
+        while time.monotonic() < deadline:
+            _, sample.moved = self._said(conversation, sample.turn)
+            eager = [m for m in sample.moved if m.eager]
+            if eager and all(m.state not in _OPEN for m in eager):
+                return
+            time.sleep(POLL_S)
+
+    def end(self, conversation: str) -> None:
+        """The conversation will not go on. Upstream has no way to be told."""
+        self._note_held(conversation, None)
+        if self.arm.view is not None:
+            self.arm.view.end_session(conversation)
+        self._last.pop(conversation, None)
+
+    def _wait_gap(self, conversation: str, gap_s: float) -> None:
+        ended = self._ended.get(conversation)
+        if ended is not None:
+            time.sleep(max(0.0, ended + gap_s - time.monotonic()))
+
+    def _note_held(self, conversation: str, found: Snapshot | None) -> None:
+        sample = self._last.get(conversation)
+        if sample is None:
+            return
+        found = found or Snapshot.of(self.arm)
+        blocks = sum(
+            held_blocks(
+                self.arm,
+                engine,
+                found.prefill if engine is self.arm.prefill else found.decode,
+                self._pool.blocks,
+            )
+            for engine in self.arm.engines
+        )
+        since = time.monotonic() - self._ended[conversation]
+        sample.held.append((round(since, 3), round(blocks, 1)))
+
+    def _said(self, conversation: str, turn: int) -> tuple[str | None, list[Moved]]:
+        """The planner's reason and the leases of this turn."""
+        view = self.arm.view
+        if view is None:
+            return None, []
+        reason = next(
+            (t.plan.reason for t in view.session(conversation).turns if t.turn == turn), None
+        )
+        moved = [
+            Moved(
+                direction=types_pb2.Direction.Name(lease.direction).removeprefix("DIRECTION_"),
+                eager=bool(getattr(lease, "eager", False)),
+                blocks=lease.stats.blocks,
+                bytes=lease.stats.bytes,
+                transfer_ms=lease.stats.transfer_time.ToNanoseconds() / 1e6,
+                wait_ms=lease.stats.wait_time.ToNanoseconds() / 1e6,
+                state=lease_service_pb2.LeaseState.Name(lease.state).removeprefix("LEASE_STATE_"),
+            )
+            for lease in view.leases(conversation)
+            if lease.turn == turn
+        ]
+        return reason, moved
+
+
+_OPEN = ("PENDING", "GRANTED", "ACTIVE")
+
+
+class _Dropper:
+    """Empties prefill's prefix cache while decode still answers: before anything comes back."""
+
+    def __init__(self, arm: Arm) -> None:
+        self._arm = arm
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._started = False
+        self._over = threading.Event()
+        self._dropped_at: float | None = None
+        self._error: Exception | None = None
+
+    def start(self) -> None:
+        """Called at the first token: prefill has done its part."""
+        self._started = True
+        self._thread.start()
+
+    def finish(self) -> bool:
+        """Called when the answer is complete: whether the cache was empty before that."""
+        ended = time.monotonic()
+        self._over.set()
+        if self._started:
+            self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._dropped_at is not None and self._dropped_at < ended
+
+    def _run(self) -> None:
+        try:
+            view, prefill = self._arm.view, self._arm.prefill
+            assert view is not None
+            deadline = time.monotonic() + DROP_TIMEOUT_S
+            while not self._over.is_set() and time.monotonic() < deadline:
+                # vLLM answers 200 whether or not it could; it could if nothing was held.
+                forget(prefill)
+                if view.workers()[prefill.name].pool.held_blocks == 0:
+                    forget(prefill)
+                    self._dropped_at = time.monotonic()
+                    return
+                time.sleep(POLL_S)
+        except Exception as error:
+            self._error = error

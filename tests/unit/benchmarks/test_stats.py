@@ -1,0 +1,134 @@
+"""What counts, ratios, groups of arms, and the last line."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from benchmarks.ttft.arms import ARMS
+from benchmarks.ttft.counters import Legs
+from benchmarks.ttft.groups import plan_groups
+from benchmarks.ttft.report import gbps, last_line, summary
+from benchmarks.ttft.session import Results
+from benchmarks.ttft.stats import counted, median_or_none, ratio
+from benchmarks.ttft.turns import Moved, Sample
+
+LEGS = Legs(
+    prefill_queue_ms=20.0,
+    prefill_compute_ms=600.0,
+    decode_queue_ms=30.0,
+    decode_first_step_ms=50.0,
+    begin_turn_ms=2.0,
+    prefill_leg_ms=640.0,
+    local_tokens=0,
+    returned_tokens=1_500,
+    computed_tokens=500,
+    return_ms=None,
+    return_bytes=None,
+    return_descriptors=None,
+    forward_ms=None,
+    forward_bytes=None,
+)
+
+
+def sample(arm: str, turn: int, ttft: float, conversation: str = "fixed-0") -> Sample:
+    """One turn of 1,500, 2,000, … tokens."""
+    return Sample(
+        arm=arm,
+        scenario="lost",
+        group=1,
+        conversation=conversation,
+        turn=turn,
+        wanted_tokens=1_000 + 500 * turn,
+        prompt_tokens=1_000 + 500 * turn,
+        output_tokens=64,
+        cached_tokens=0,
+        ttft_ms=ttft,
+        total_ms=ttft + 1_000,
+        legs=LEGS,
+        prefill_leg_ms=640.0,
+        plan_reason=None,
+        moved=[],
+        cache_dropped=None,
+    )
+
+
+RUN = [
+    *(sample("a", turn, 500.0 + turn) for turn in (1, 2, 3)),
+    *(sample("b", turn, 2_000.0 + turn) for turn in (1, 2, 3)),
+    *(sample("c", turn, 1_000.0 + turn) for turn in (1, 2, 3)),
+    *(sample("f", turn, 600.0 + turn) for turn in (1, 2, 3)),
+]
+
+
+def test_the_first_turn_and_one_whose_cache_was_not_dropped_do_not_count() -> None:
+    late = replace(sample("f", 4, 1.0), cache_dropped=False)
+    assert [s.turn for s in counted([*RUN, late]) if s.arm == "f"] == [2, 3]
+
+
+def test_a_ratio_is_over_the_turns_that_both_have() -> None:
+    found = ratio([*RUN, sample("f", 4, 9_999.0)], "f", "c")
+    assert found.value == pytest.approx(602.5 / 1_002.5)
+    assert found.record()["turns"] == 2
+    assert found.interval is not None
+    assert found.value is not None
+    assert found.interval[0] <= found.value <= found.interval[1]
+
+
+def test_nothing_in_common_is_no_ratio() -> None:
+    assert ratio(RUN, "f", "d").record() == {"value": None, "interval_95": None, "turns": 0}
+    assert median_or_none([None, None]) is None
+
+
+def test_held_blocks_are_summed_over_the_gap() -> None:
+    one = replace(RUN[0], held=[(0.0, 100.0), (2.0, 50.0), (4.0, 50.0)])
+    assert one.held_block_seconds == 150.0 + 100.0
+
+
+def test_arms_share_a_group_while_memory_allows() -> None:
+    kinds = [kind for kind in ARMS if kind.key != "a"]
+    keys = [[k.key for k in group] for group in plan_groups(kinds, 3, available=14, reserve=1)]
+    assert keys == [["f", "c"], ["b", "e"], ["d"]]
+    assert len(plan_groups(kinds, 3, available=100, reserve=1)) == 1
+    alone = plan_groups(kinds, 3, available=2, reserve=1)
+    assert [len(group) for group in alone] == [1] * 5
+
+
+def moved(direction: str, *, state: str = "COMPLETED", ms: float = 20.0) -> Moved:
+    """A transfer of 50 MB."""
+    return Moved(direction, True, 70, 50_000_000, ms, 1.0, state)
+
+
+def test_gb_per_s_is_of_completed_returns_only() -> None:
+    one = replace(
+        RUN[-1], moved=[moved("RETURN"), moved("FORWARD", ms=1.0), moved("RETURN", state="FAILED")]
+    )
+    assert gbps([one], "f") == [pytest.approx(2.5)]
+    upstream = replace(RUN[-4], legs=replace(LEGS, return_ms=50.0, return_bytes=50_000_000))
+    assert gbps([upstream], "c") == [pytest.approx(1.0)]
+
+
+def test_the_last_line_has_every_key_and_says_why_one_is_null() -> None:
+    results = Results(samples=list(RUN), left_out={"lost": {"d": "no time"}})
+    line, reasons = last_line(summary(results, {}, {"model": "m", "dtype": "float32"}))
+    assert list(line) == [
+        "ttft_ratio_to_upstream_bidirectional",
+        "ttft_ratio_to_upstream_one_way",
+        "ttft_ratio_to_ideal",
+        "gbps_ratio_to_upstream",
+        "gbps_ratio_to_raw",
+        "idle_cpu_percent",
+        "prefill_throughput_ratio",
+    ]
+    assert line["ttft_ratio_to_upstream_one_way"] == pytest.approx(602.5 / 2_002.5, abs=1e-4)
+    assert set(reasons) == {key for key, value in line.items() if value is None}
+    assert "not built" in reasons["prefill_throughput_ratio"]
+
+
+def test_an_arm_that_was_left_out_gives_its_reason() -> None:
+    results = Results(
+        samples=[s for s in RUN if s.arm != "b"], left_out={"lost": {"b": "no time left"}}
+    )
+    _, reasons = last_line(summary(results, {}, {}))
+    assert reasons["ttft_ratio_to_upstream_one_way"] == "no time left"
