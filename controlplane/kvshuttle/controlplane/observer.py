@@ -117,6 +117,12 @@ class Metrics:
         self.refused = Counter(
             "kvshuttle_rpc_errors", "Calls that failed", ["method", "reason"], registry=r
         )
+        self.events_dropped = Counter(
+            "kvshuttle_agent_events_dropped",
+            "Events of agents that were dropped: MALFORMED, or INTERNAL for a defect here",
+            ["reason"],
+            registry=r,
+        )
         self.commit = Histogram(
             "kvshuttle_store_commit_seconds",
             "One commit, synced to the device",

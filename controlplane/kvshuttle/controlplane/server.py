@@ -18,7 +18,7 @@ from grpc_reflection.v1alpha import reflection
 from kvshuttle.controlplane import __version__
 from kvshuttle.controlplane.auth import Tokens
 from kvshuttle.controlplane.clock import Timeline
-from kvshuttle.controlplane.model.limits import SECOND
+from kvshuttle.controlplane.model.limits import MS, SECOND
 from kvshuttle.controlplane.model.registry import Registry
 from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH
 from kvshuttle.controlplane.observer import Metrics, MetricsServer
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.model.limits import Limits
     from kvshuttle.controlplane.store import Store
 
-__all__ = ["Addresses", "Server"]
+__all__ = ["Addresses", "Server", "listener_options"]
 
 log = structlog.get_logger("kvshuttle.controlplane")
 
@@ -63,9 +63,23 @@ _KEEPALIVE = (
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),
     ("grpc.http2.max_ping_strikes", 0),
+    # A watch whose reader only listens is pinged for as long as it lasts, not twice.
+    ("grpc.http2.max_pings_without_data", 0),
     # Two processes must not share a port by accident.
     ("grpc.so_reuseport", 0),
 )
+
+
+def listener_options(limits: Limits, message_bytes: int) -> tuple[tuple[str, int], ...]:
+    """Options of a gRPC server; `message_bytes` is the largest request."""
+    return (
+        *_KEEPALIVE,
+        ("grpc.max_receive_message_length", message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.max_concurrent_streams", limits.streams_per_connection),
+        ("grpc.server_handshake_timeout_ms", limits.handshake_timeout_ns // MS),
+        ("grpc.max_connection_idle_ms", limits.connection_idle_ns // MS),
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,7 +153,7 @@ class Server:
         # An agent is known by its certificate only, so a listener of its own has no tokens.
         agents = self._listener(None, limits.agent_message_bytes) if own else api
         agent_grpc.add_AgentServiceServicer_to_server(
-            AgentService(self.runtime, self.streams, checks, self.limits), agents
+            AgentService(self.runtime, self.streams, checks, self.limits, self.metrics), agents
         )
         operations = Operations(self.runtime, checks, _new_token)
         self._turns = TurnStreams(self.runtime, operations, limits, self.metrics)
@@ -188,11 +202,8 @@ class Server:
         )
         server = grpc.aio.server(
             interceptors=(guard,),
-            options=(
-                *_KEEPALIVE,
-                ("grpc.max_receive_message_length", message_bytes),
-                ("grpc.max_send_message_length", -1),
-            ),
+            options=listener_options(self.limits, message_bytes),
+            maximum_concurrent_rpcs=self.limits.calls_max,
         )
         self._servers.append(server)
         return server

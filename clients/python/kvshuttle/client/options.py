@@ -58,6 +58,8 @@ _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 0),
+    # A watch only listens: without this, gRPC would send two pings and then no more.
+    ("grpc.http2.max_pings_without_data", 0),
     # A control plane is reached directly; a proxy from the environment is meant for the internet.
     ("grpc.enable_http_proxy", 0),
 )

@@ -163,6 +163,11 @@ def hardened(w: Work, ref: WorkerRef, lease_id: str, version: int, blocks: Descr
     if blocks.range.length <= 0:
         fail(w, lease, "REPLICA_GONE")
         return
+    if not (
+        lease.ask_range.start <= blocks.range.start and blocks.range.end <= lease.ask_range.end
+    ):
+        fail(w, lease, "WRONG_RANGE")
+        return
     if admission.quarantine_full(w.limits, destination):
         fail(w, lease, "DESTINATION_QUARANTINE")
         return

@@ -98,6 +98,14 @@ class Limits:
     """Five heartbeats: one long engine step or a lost packet is not a loss."""
     hello_wait_ns: int = 10 * SECOND
     """A stream that does not say who it is in this time is ended."""
+    epoch_max: int = 1 << 23
+    """The highest epoch that an agent is believed. Each start of a control plane is one, so no
+    real one comes near; above 2^24 the numbers of changes (`state.REVISIONS_PER_EPOCH`) would not
+    fit into 64 bits."""
+    block_bytes_max: int = 1 << 34
+    """Bytes of KV in one block: 16 GiB is more than any engine's whole layer cache."""
+    fingerprint_fields: int = 64
+    ranks_max: int = 1_024
     lost_worker_kept_ns: int = 3_600 * SECOND
     """How long a lost or fenced worker stays listed."""
     events_per_message: int = 1_000
@@ -201,6 +209,18 @@ class Limits:
     """In the API's text."""
     operations_unanswered_max: int = 10_000
     """In the API's text: some seconds of the busiest gateway."""
+
+    # -- connections ---------------------------------------------------------------------------
+    streams_per_connection: int = 1_024
+    """Calls at once on one connection; more wait at the client. A gateway has at most one for each
+    request that it serves."""
+    calls_max: int = 10_000
+    """Calls at once on one listener; more are refused with RESOURCE_EXHAUSTED. At 0.3 ms a call
+    this many are three seconds of work already."""
+    handshake_timeout_ns: int = 10 * SECOND
+    """A connection that has not said that it speaks HTTP/2 (and TLS) by then is closed."""
+    connection_idle_ns: int = 300 * SECOND
+    """A connection without a call for so long is closed; clients open another by themselves."""
 
     # -- watches -------------------------------------------------------------------------------
     watch_history: int = 65_536

@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvshuttle.controlplane.auth import Role
-from kvshuttle.controlplane.model.errors import InvalidFieldError, SupersededError
+from kvshuttle.controlplane.model.errors import (
+    DomainError,
+    InvalidFieldError,
+    SupersededError,
+)
 from kvshuttle.controlplane.services.convert import duration
 from kvshuttle.controlplane.services.errors import PermissionDeniedError
 from kvshuttle.controlplane.services.guard import caller
@@ -32,6 +36,7 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.model.reports import Hello
     from kvshuttle.controlplane.model.terms import WorkerRef
     from kvshuttle.controlplane.model.worker_events import Welcome
+    from kvshuttle.controlplane.observer import Metrics
     from kvshuttle.controlplane.runtime import Runtime
     from kvshuttle.controlplane.services.checks import Checks
 
@@ -59,16 +64,25 @@ class _Stream:
         # Whether nothing was written since the timer last looked, and whether something must be.
         self.silent = False
         self.beat = False
+        # Since when a message waits for the agent to take it; 0 while none does.
+        self.writing = 0.0
+        self.failure: DomainError | None = None
         self.timer: asyncio.TimerHandle | None = None
 
-    def keep_alive(self, interval_s: float) -> None:
-        """Wakes the writer when it has written nothing for an interval. Looks once an interval,
-        instead of setting a timer for each message."""
+    def keep_alive(self, interval_s: float, silence_s: float) -> None:
+        """Wakes the writer when it has written nothing for an interval, and ends a stream whose
+        agent takes nothing for as long as it may say nothing. Looks once an interval, instead of
+        setting a timer for each message."""
+        loop = asyncio.get_running_loop()
+        if self.writing and loop.time() - self.writing > silence_s and not self.end_reason:
+            log.warning("agent_stalled", worker_id=self.ref.worker_id, queued=len(self.queue))
+            self.queue.clear()
+            self.end("STALLED")
         if self.silent:
             self.beat = True
             self.wake.set()
         self.silent = True
-        self.timer = asyncio.get_running_loop().call_later(interval_s, self.keep_alive, interval_s)
+        self.timer = loop.call_later(interval_s, self.keep_alive, interval_s, silence_s)
 
     def end(self, reason: str) -> None:
         """The writer sends what is queued, and ends; one that cannot send is cancelled."""
@@ -135,7 +149,15 @@ class Streams:
 class AgentService(pb_grpc.AgentServiceServicer):
     """Reads each stream in one task and writes it in another."""
 
-    def __init__(self, runtime: Runtime, streams: Streams, checks: Checks, limits: Limits) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        streams: Streams,
+        checks: Checks,
+        limits: Limits,
+        metrics: Metrics,
+    ) -> None:
+        self._metrics = metrics
         self._runtime = runtime
         self._streams = streams
         self._checks = checks
@@ -151,22 +173,29 @@ class AgentService(pb_grpc.AgentServiceServicer):
         try:
             assert stream.welcome is not None
             yield self._message(stream, welcome=stream.welcome)
-            stream.keep_alive(self._limits.heartbeat_ns / 1e9)
+            loop = asyncio.get_running_loop()
+            stream.keep_alive(self._limits.heartbeat_ns / 1e9, self._limits.silence_ns / 1e9)
             while True:
                 await stream.wake.wait()
                 stream.wake.clear()
                 stream.silent = False
                 if stream.beat and not stream.queue and not stream.end_reason:
                     # The agent takes a long silence for a dead control plane.
+                    stream.writing = loop.time()
                     yield self._message(stream, commands=pb.AgentCommands())
+                    stream.writing = 0.0
                 stream.beat = False
                 while stream.queue:
                     batch = stream.queue[: self._limits.commands_per_message]
                     del stream.queue[: len(batch)]
+                    stream.writing = loop.time()
                     yield self._message(
                         stream,
                         commands=pb.AgentCommands(commands=[command_out(c) for c in batch]),
                     )
+                    stream.writing = 0.0
+                if stream.failure is not None:
+                    raise stream.failure
                 if stream.end_reason:
                     return
         finally:
@@ -250,13 +279,7 @@ class AgentService(pb_grpc.AgentServiceServicer):
             what = first.WhichOneof("message") if first is not None else None
             raise InvalidFieldError("message", what, "the first message must be a hello")
         hello = first.hello
-        checks = self._checks
-        checks.worker_id("hello.worker_id", hello.worker_id)
-        checks.text("hello.boot_id", hello.boot_id, 128, required=True)
-        checks.text("hello.url", hello.url, self._limits.url_chars, required=True)
-        for name in ("block_size", "num_blocks", "bytes_per_block"):
-            if not getattr(hello, name):
-                raise InvalidFieldError(f"hello.{name}", 0, "give the engine's value")
+        self._checks.hello(hello)
         who = caller()
         if who.role is Role.WORKER and who.name != hello.worker_id:
             raise PermissionDeniedError(
@@ -278,6 +301,9 @@ class AgentService(pb_grpc.AgentServiceServicer):
             stream.end("CLOSED")
         except asyncio.CancelledError:
             raise
+        except DomainError as error:  # it sent what is no message
+            stream.failure = error
+            stream.end("MALFORMED")
         except Exception as error:  # the stream broke; its end says so to the registry
             log.info("agent_stream_broken", worker_id=stream.ref.worker_id, error=repr(error))
             stream.end("BROKEN")
@@ -296,13 +322,18 @@ class AgentService(pb_grpc.AgentServiceServicer):
                 for item in request.events.events:
                     try:
                         apply_event(batch, item)
-                    except Exception:
+                    except Exception as error:
                         # One bad event must not lose the others of its batch.
-                        log.exception(
-                            "agent_event_dropped",
-                            worker_id=stream.ref.worker_id,
-                            kind=item.WhichOneof("event"),
-                        )
+                        self._dropped(stream, item, error)
             return batch.finish()
 
         self._runtime.forget(event)
+
+    def _dropped(self, stream: _Stream, item: pb.AgentEvent, error: Exception) -> None:
+        known = {"worker_id": stream.ref.worker_id, "kind": item.WhichOneof("event")}
+        if isinstance(error, ValueError):
+            self._metrics.events_dropped.labels("MALFORMED").inc()
+            log.warning("agent_event_malformed", error=str(error)[:200], **known)
+        else:
+            self._metrics.events_dropped.labels("INTERNAL").inc()
+            log.error("agent_event_failed", exc_info=error, **known)

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from google.protobuf.duration_pb2 import Duration
 
     from kvshuttle.controlplane.model.limits import Limits
+    from kvshuttle.v1 import agent_service_pb2 as agents
 
 __all__ = ["Checks"]
 
@@ -107,6 +108,38 @@ class Checks:
                 case _:
                     raise InvalidFieldError("update_mask", path, "use expected_idle or value")
         return after
+
+    def hello(self, hello: agents.AgentHello) -> None:
+        """Who an agent says that it is. What it says stays in the books and is shown to callers."""
+        limits = self.limits
+        self.worker_id("hello.worker_id", hello.worker_id)
+        self.text("hello.boot_id", hello.boot_id, limits.worker_id_chars, required=True)
+        self.text("hello.url", hello.url, limits.url_chars, required=True)
+        for name in ("lineage_id", "vllm_version", "agent_version", "nixl_backend"):
+            self.text(f"hello.{name}", getattr(hello, name), limits.text_chars)
+        for name in ("block_size", "num_blocks", "bytes_per_block"):
+            if not getattr(hello, name):
+                raise InvalidFieldError(f"hello.{name}", 0, "give the engine's value")
+        if hello.bytes_per_block > limits.block_bytes_max:
+            raise InvalidFieldError(
+                "hello.bytes_per_block",
+                hello.bytes_per_block,
+                f"at most {limits.block_bytes_max} is believed",
+            )
+        if hello.highest_epoch > limits.epoch_max:
+            raise InvalidFieldError(
+                "hello.highest_epoch",
+                hello.highest_epoch,
+                f"no control plane was started more than {limits.epoch_max} times: restart the "
+                "engine",
+            )
+        for name, most in (("fingerprint", limits.fingerprint_fields), ("ranks", limits.ranks_max)):
+            count = len(getattr(hello, name))
+            if count > most:
+                raise InvalidFieldError(f"hello.{name}", f"{count} of them", f"at most {most}")
+        for field in hello.fingerprint:
+            self.text("hello.fingerprint.name", field.name, limits.text_chars, required=True)
+            self.text(f"hello.fingerprint[{field.name}]", field.value, limits.url_chars)
 
     def page_size(self, value: int) -> int:
         """How many to list."""

@@ -33,10 +33,13 @@ __all__ = [
 ]
 
 SECOND = 1_000_000_000
+_MOST_NS = 250_000_000_000 * SECOND
+"""Within what Duration (10,000 years) and Timestamp (the year 9999) may say."""
 
 
 def duration(ns: int) -> Duration:
-    """Nanoseconds as a message."""
+    """Nanoseconds as a message; more than it can say is cut to the most that it can."""
+    ns = min(max(ns, -_MOST_NS), _MOST_NS)
     return Duration(seconds=ns // SECOND, nanos=ns % SECOND)
 
 
@@ -46,7 +49,8 @@ def duration_ns(message: Duration) -> int:
 
 
 def timestamp(ns: int) -> Timestamp | None:
-    """A time; None where there is none."""
+    """A time; None where there is none. Cut as `duration` cuts."""
+    ns = min(max(ns, -_MOST_NS), _MOST_NS)
     return Timestamp(seconds=ns // SECOND, nanos=ns % SECOND) if ns else None
 
 

@@ -121,12 +121,16 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]
         def failed(error: BaseException) -> None:
             note_failure(self._metrics, method, error)
 
+        # A message that cannot be read is the caller's mistake; gRPC would call it UNKNOWN and log
+        # a stack.
+        handler = _replace(handler, "request_deserializer", _lenient(handler))
         if handler.response_streaming:
             inner = handler.unary_stream or handler.stream_stream
 
             async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
                 try:
                     enter(context)
+                    request = _checked(request) if handler.unary_stream else _each(request)
                     async for message in inner(request, context):
                         yield message
                 except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
@@ -142,6 +146,7 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]
         async def unary(request: Any, context: Any) -> Any:
             try:
                 enter(context)
+                request = _checked(request) if handler.unary_unary else _each(request)
                 return await inner(request, context)
             except (asyncio.CancelledError, grpc.aio.AbortError):
                 raise
@@ -187,6 +192,40 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]
         raise UnauthenticatedError(
             "present a client certificate with a kvshuttle:// URI, or a bearer token"
         )
+
+
+class _Malformed:
+    """Stands for a request that could not be read."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
+def _lenient(handler: Any) -> Callable[[bytes], Any]:
+    inner = handler.request_deserializer
+
+    def read(raw: bytes) -> Any:
+        if inner is None:
+            return raw
+        try:
+            return inner(raw)
+        except Exception:
+            return _Malformed(len(raw))
+
+    return read
+
+
+def _checked(request: Any) -> Any:
+    if isinstance(request, _Malformed):
+        raise InvalidFieldError(
+            "request", f"{request.size} bytes", "send the message that the API's text describes"
+        )
+    return request
+
+
+async def _each(requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    async for request in requests:
+        yield _checked(request)
 
 
 def _replace(handler: Any, field: str, behaviour: Any) -> Any:

@@ -30,22 +30,56 @@ from kvshuttle.v1 import agent_service_pb2 as pb
 from kvshuttle.v1 import types_pb2 as types
 
 if TYPE_CHECKING:
+    from google.protobuf.duration_pb2 import Duration
+
     from kvshuttle.controlplane.model.registry import AgentBatch
     from kvshuttle.v1 import cluster_service_pb2 as cluster
     from kvshuttle.v1 import lease_service_pb2 as leases
 
 __all__ = ["apply_event", "command_out", "heartbeat_in", "hello_in", "peer_out"]
 
+# What an agent says is kept, summed, stored and shown to callers, so one that is broken must not be
+# able to say what cannot be told again.
+SPAN_MAX_NS = 366 * 24 * 3_600 * 1_000_000_000
+"""A year: as for callers' durations."""
+COUNT_MAX = 1 << 40
+"""Of tokens and bytes: sums of a million such fit into 64 bits."""
+HASH_BYTES = 64
+"""The longest hash that vLLM could be set to is 32 bytes."""
+WORD_CHARS = 64
+FALLBACK_REASONS = 64
+"""Each is a label of a metric; agents know about twenty."""
+
+
+def _span(message: Duration) -> int:
+    """A duration in ns; nonsense is cut."""
+    return min(max(duration_ns(message), 0), SPAN_MAX_NS)
+
+
+def _count(value: int) -> int:
+    return min(value, COUNT_MAX)
+
+
+def _hash(value: bytes) -> bytes:
+    if not 0 < len(value) <= HASH_BYTES:
+        raise ValueError(f"a hash has {len(value)} bytes, not 1 to {HASH_BYTES}")
+    return value
+
+
+def _word(text: str) -> str:
+    """A reason: kept in the books and shown; only its start if it is none."""
+    return text[:WORD_CHARS]
+
 
 def _replica_in(message: pb.ReplicaOffered) -> ReplicaReport:
     state = int(message.state) or ReplicaState.HARD
     return ReplicaReport(
         key=SessionKey(message.tenant, message.session_id),
-        head_hash=message.head_hash,
+        head_hash=_hash(message.head_hash),
         num_blocks=message.num_blocks,
-        num_tokens=message.num_tokens,
+        num_tokens=_count(message.num_tokens),
         state=ReplicaState(state),
-        hold_remaining_ns=duration_ns(message.hold_remaining),
+        hold_remaining_ns=_span(message.hold_remaining),
         turn_token=message.turn_token,
         leg=Leg(message.leg) if message.leg else None,
     )
@@ -106,7 +140,10 @@ def heartbeat_in(message: pb.AgentHeartbeat) -> Heartbeat:
             returned_tokens=counters.returned_tokens,
             computed_tokens=counters.computed_tokens,
             local_hit_tokens=counters.local_hit_tokens,
-            fallbacks=tuple(sorted(counters.fallbacks.items())),
+            fallbacks=tuple(
+                (_word(reason), count)
+                for reason, count in sorted(counters.fallbacks.items())[:FALLBACK_REASONS]
+            ),
         ),
     )
 
@@ -114,15 +151,17 @@ def heartbeat_in(message: pb.AgentHeartbeat) -> Heartbeat:
 def _stats_in(message: leases.TransferStats) -> TransferStats:
     return TransferStats(
         blocks=message.blocks,
-        tokens=message.tokens,
-        bytes=message.bytes,
-        transfer_ns=duration_ns(message.transfer_time),
-        wait_ns=duration_ns(message.wait_time),
+        tokens=_count(message.tokens),
+        bytes=_count(message.bytes),
+        transfer_ns=_span(message.transfer_time),
+        wait_ns=_span(message.wait_time),
     )
 
 
 def _descriptors_in(message: types.BlockDescriptors) -> Descriptors:
     size = message.hash_size or 32
+    if size > HASH_BYTES:
+        raise ValueError(f"hash_size is {size}, more than {HASH_BYTES}")
     return Descriptors(
         range=BlockRange(message.range.start, message.range.end),
         head_hash=message.hashes[-size:],
@@ -139,16 +178,16 @@ def apply_event(batch: AgentBatch, event: pb.AgentEvent) -> None:
             changed = event.replica_changed
             batch.replica_changed(
                 SessionKey(changed.tenant, changed.session_id),
-                changed.head_hash,
+                _hash(changed.head_hash),
                 ReplicaState(changed.state),
                 changed.num_blocks,
-                changed.reason,
+                _word(changed.reason),
             )
         case "hardened":
             hardened = event.hardened
             batch.hardened(hardened.lease_id, hardened.version, _descriptors_in(hardened.blocks))
         case "refused":
-            batch.refused(event.refused.lease_id, event.refused.reason or "REFUSED")
+            batch.refused(event.refused.lease_id, _word(event.refused.reason) or "REFUSED")
         case "extended":
             extended = event.extended
             batch.extended(extended.lease_id, extended.version, extended.is_source)
@@ -159,23 +198,25 @@ def apply_event(batch: AgentBatch, event: pb.AgentEvent) -> None:
             batch.stopped(
                 stopped.lease_id,
                 StopReport(
-                    TransferOutcome(stopped.outcome), stopped.reason, _stats_in(stopped.stats)
+                    TransferOutcome(stopped.outcome),
+                    _word(stopped.reason),
+                    _stats_in(stopped.stats),
                 ),
             )
         case "source_released":
             released = event.source_released
-            batch.source_released(released.lease_id, released.reason)
+            batch.source_released(released.lease_id, _word(released.reason))
         case "leg_computed":
             leg = event.leg_computed
             batch.computed(
                 LegReport(
                     turn_token=leg.turn_token,
                     leg=Leg(leg.leg),
-                    prompt_tokens=leg.prompt_tokens,
-                    local_hit_tokens=leg.local_hit_tokens,
-                    external_tokens=leg.external_tokens,
-                    computed_tokens=leg.computed_tokens,
-                    compute_ns=duration_ns(leg.compute_time),
+                    prompt_tokens=_count(leg.prompt_tokens),
+                    local_hit_tokens=_count(leg.local_hit_tokens),
+                    external_tokens=_count(leg.external_tokens),
+                    computed_tokens=_count(leg.computed_tokens),
+                    compute_ns=_span(leg.compute_time),
                 )
             )
         case None:
