@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
+from rich.console import Console
+
 from kvshuttle.demo import script
-from kvshuttle.demo.display import TurnTable, make_console, verdict
+from kvshuttle.demo.display import TurnTable, verdict
 from kvshuttle.demo.measure import TurnResult, problems, summary
 
 FIRST = TurnResult(
@@ -66,14 +69,15 @@ def test_a_run_that_broke_off_is_a_failure() -> None:
     assert summary([])["identical"] is False
 
 
-def test_the_table_fits_into_a_hundred_columns() -> None:
-    console = make_console()
+@pytest.mark.parametrize("width", [80, 100])
+def test_the_table_fits_into_a_terminal(width: int) -> None:
+    console = Console(width=width)
     big = replace(LATER[0], prompt_tokens=8_192, ttft_without_s=99.9, returned_bytes=999_900_000)
     with console.capture() as captured:
         console.print(TurnTable.table([FIRST, big]))
         verdict(console, summary([FIRST, big]), [])
     lines = captured.get().splitlines()
-    assert max(len(line.rstrip()) for line in lines) <= 100
+    assert max(len(line.rstrip()) for line in lines) <= width
     assert not any("…" in line for line in lines)
 
 

@@ -45,7 +45,7 @@ def title(console: Console) -> None:
     console.print()
     console.print(Text.assemble(("kvshuttle", "bold cyan"), "  one conversation, two engines"))
     console.print(
-        "Each turn resends the whole conversation. Prefill has none of it cached: with the return\n"
+        "Each turn resends the whole conversation. Prefill has none of it cached: with the return "
         "it reads from decode what decode still holds, and computes the new tokens only.",
         style="dim",
     )
@@ -171,20 +171,20 @@ class TurnTable:
 
     @staticmethod
     def table(results: Sequence[TurnResult]) -> Table:
-        """Turn by turn."""
+        """Turn by turn, in at most 80 columns."""
         table = Table(
             box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, header_style="bold"
         )
         for header in (
             "turn",
             "prompt\ntokens",
-            "\nreturned",
-            "\nrecomputed",
+            "returned",
+            "recomputed",
             "bytes\nreturned",
-            "first token\nwith return",
-            "first token\nwithout it",
+            "first\ntoken\nwith",
+            "first\ntoken\nwithout",
             "with /\nwithout",
-            "same as\nplain",
+            "same\nas\nplain",
         ):
             table.add_column(header, justify="right", no_wrap=True, vertical="bottom")
         for r in results:
