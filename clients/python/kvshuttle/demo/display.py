@@ -179,11 +179,11 @@ class TurnTable:
             "turn",
             "prompt\ntokens",
             "returned",
-            "recomputed",
+            "computed",
             "bytes\nreturned",
             "first\ntoken\nwith",
             "first\ntoken\nwithout",
-            "with /\nwithout",
+            "ratio",
             "same\nas\nplain",
         ):
             table.add_column(header, justify="right", no_wrap=True, vertical="bottom")
@@ -203,6 +203,8 @@ class TurnTable:
 
 
 def _megabytes(count: int) -> str:
+    if count >= 100_000_000:
+        return f"{count / 1e6:,.0f} MB"
     return f"{count / 1e6:,.1f} MB" if count else "–"
 
 
