@@ -150,7 +150,7 @@ def draw(rows: list[Row], path: Path) -> None:
         "bound": ("#000000", "", ":"),
     }
     figure, axes = plt.subplots(
-        1, len(rates) + 1, figsize=(5.2 * (len(rates) + 1), 4.6), layout="constrained"
+        1, len(rates) + 1, figsize=(5.0 * (len(rates) + 1), 4.8), layout="constrained"
     )
     for axis, rate in zip(axes, rates, strict=False):
         here = [row for row in rows if row.per_hour == rate]
@@ -158,14 +158,16 @@ def draw(rows: list[Row], path: Path) -> None:
             color, marker, line = styles[policy]
             axis.plot(
                 [row.tokens / 1e6 for row in here],
-                [100 * row.share(policy) for row in here],
+                [max(0.01, 100 * row.share(policy)) for row in here],
                 color=color,
                 marker=marker,
                 markersize=5,
                 linestyle=line,
                 label=name,
             )
+        # Below a thousandth is as good as nothing, and nothing has no place on a logarithmic axis.
         axis.set(
+            ylim=(0.1, 130),
             xscale="log",
             yscale="log",
             xlabel="pool, million tokens",
@@ -193,9 +195,9 @@ def draw(rows: list[Row], path: Path) -> None:
     last.axvspan(100 * PRESSURE[0], 100 * PRESSURE[1], color="#000000", alpha=0.05, lw=0)
     last.axhline(0, color="#777777", lw=1)
     last.set(
-        xlabel="pressure: what LRU computes again, %  (shaded: counts for the medians)",
-        ylabel="of the gap between LRU and clairvoyant closed, %",
-        title="How much of what can be saved is saved",
+        xlabel="what LRU computes again, %",
+        ylabel="gap between LRU and clairvoyant closed, %",
+        title="By pressure (shaded: in the medians)",
     )
     last.grid(visible=True, alpha=0.25)
     last.legend(frameon=False)

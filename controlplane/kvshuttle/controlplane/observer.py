@@ -114,6 +114,13 @@ class Metrics:
             ["direction", "reason"],
             registry=r,
         )
+        self.relieved = Counter(
+            "kvshuttle_relieved_blocks",
+            "Blocks that were held for sessions that were away, and turned soft because their "
+            "worker held too many or had hardly one free",
+            ["worker_id"],
+            registry=r,
+        )
         self.refused = Counter(
             "kvshuttle_rpc_errors", "Calls that failed", ["method", "reason"], registry=r
         )
@@ -156,6 +163,8 @@ class Metrics:
                     }
             case "lease_granted":
                 self.grant.labels(v["direction"]).observe(_number(v["wait_ns"]) / 1e9)
+            case "worker_relieved":
+                self.relieved.labels(_word(v["worker_id"])).inc(_number(v["blocks"]))
             case "lease_denied":
                 self.denied.labels(v["direction"], v["reason"]).inc()
             case "lease_ended":

@@ -135,7 +135,8 @@ class Settings(BaseSettings):
     retention: float = Field(
         _D.retention_ns / SECOND,
         gt=0,
-        description="Seconds that decode holds what a turn leaves, without hints",
+        description="Seconds that decode holds what a turn leaves, at least, while its memory is "
+        "not wanted; longer where a session's gaps or hints suggest it",
     )
     lookup_wait_ms: float = Field(
         _D.lookup_wait_ns / 1e6,
@@ -172,6 +173,13 @@ class Settings(BaseSettings):
         ge=0,
         le=1,
         description="Share of a worker's blocks that one tenant's replicas may hold; 0: no limit",
+    )
+    held_share: float = Field(
+        _D.held_share_worker,
+        gt=0,
+        le=1,
+        description="Share of a worker's blocks that may be held for sessions that are away; "
+        "beyond it those that are worth least turn soft",
     )
     free_share_min: float = Field(
         _D.free_share_min,
@@ -279,6 +287,7 @@ class Settings(BaseSettings):
             leased_share_worker=self.leased_share,
             leased_share_tenant=self.tenant_leased_share,
             held_share_tenant=self.tenant_held_share,
+            held_share_worker=self.held_share,
             free_share_min=self.free_share_min,
             quarantine_share=self.quarantine_share,
             turns_per_worker=self.worker_turns,

@@ -42,7 +42,7 @@ async def first_turn(
         False,
     )
     assert (expect_d.leg, expect_d.lease_id, expect_d.lease_follows) == (types.LEG_DECODE, "", True)
-    assert expect_d.retention.seconds == 300
+    assert expect_d.retention.seconds == 1_800
     assert expect_p.retention.seconds == 10
     await prefill.offer(CHAIN[:blocks], "s", begun.turn_token, types.LEG_PREFILL)
     harden = await prefill.told("harden")

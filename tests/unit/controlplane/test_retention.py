@@ -72,19 +72,20 @@ def test_worth_is_a_rate(absence: Absence, seen: list[int], ages: list[int]) -> 
 @given(ABSENCES, st.lists(GAP_NS, max_size=50), st.none() | st.sampled_from(SessionValue))
 def test_holds_are_bounded(absence: Absence, seen: list[int], value: SessionValue | None) -> None:
     held = hold_ns(absence, Outlook.of(absence, learned(seen)), value, LIMITS)
-    assert LIMITS.retention_min_ns <= held <= LIMITS.retention_max_ns
+    assert LIMITS.retention_ns / 2 <= held <= LIMITS.retention_max_ns
 
 
 @pytest.mark.parametrize(
     ("expected", "value", "seconds"),
     [
-        (None, None, 300),
-        (60, None, 240),
-        (0, None, 30),
+        (None, None, 1_800),
+        (60, None, 1_800),
+        (600, None, 2_400),
+        (0, None, 1_800),
         (10**6, None, 3_600),
-        (None, SessionValue.LOW, 150),
-        (None, SessionValue.HIGH, 600),
-        (100, SessionValue.LOW, 200),
+        (None, SessionValue.LOW, 900),
+        (None, SessionValue.HIGH, 3_600),
+        (600, SessionValue.LOW, 1_200),
     ],
 )
 def test_the_hold_of_a_session_without_a_past(
@@ -101,11 +102,12 @@ def test_a_hold_follows_the_sessions_own_gaps() -> None:
         sketch = NO_GAPS
         for _ in range(60):
             sketch = noted(sketch, gap_s * SECOND)
+        limits = dataclasses.replace(LIMITS, retention_max_ns=86_400 * SECOND)
         absence = Absence(0, sketch=sketch)
-        return hold_ns(absence, Outlook.of(absence, Population(LIMITS)), None, LIMITS)
+        return hold_ns(absence, Outlook.of(absence, Population(limits)), None, limits)
 
-    assert held(3) < held(100) < held(1_500)
-    assert held(100) >= 100 * SECOND
+    assert LIMITS.retention_ns == held(3) < held(2_000) < held(3_000)
+    assert held(2_000) >= 2_000 * SECOND
 
 
 @settings(deadline=None)

@@ -27,7 +27,9 @@ from tests.unit.controlplane.world import KEY, World
 
 
 def key(name: str) -> SessionKey:
-    return SessionKey("t", name)
+    """`tenant/session`, or a session of the tenant `t`."""
+    tenant, _, session = name.rpartition("/")
+    return SessionKey(tenant or "t", session)
 
 
 def offer(world: World, ref: WorkerRef, name: str, blocks: int, turn: Turn | None = None) -> None:
@@ -80,7 +82,10 @@ def softened(world: World, ref: WorkerRef) -> list[str]:
     return [name for name, _ in told(world, ref)]
 
 
-def lone(limits: Limits | None = None) -> tuple[World, WorkerRef]:
+ONE_TENANT = dataclasses.replace(Limits(), held_share_tenant=0.0)
+
+
+def lone(limits: Limits = ONE_TENANT) -> tuple[World, WorkerRef]:
     world = World(limits)
     return world, world.connect("d", WorkerRole.BOTH)
 
@@ -89,12 +94,12 @@ def test_a_hold_follows_the_gaps_of_the_session() -> None:
     world, decode = lone()
     whole_turn(world, decode, "s")
     for _ in range(30):
-        world.keep_alive(1_000)
+        world.keep_alive(2_000)
         whole_turn(world, decode, "s")
     world.told(decode, c.ExpectTurn)
     world.begin()
     (expect,) = world.told(decode, c.ExpectTurn)
-    assert 1_000 * SECOND < expect.retention_ns <= 3_600 * SECOND
+    assert 1_800 * SECOND < expect.retention_ns <= 3_600 * SECOND
 
 
 def test_gaps_survive_a_restart() -> None:
@@ -257,7 +262,7 @@ def test_a_worker_that_reports_no_pool_is_left_alone() -> None:
 
 
 def test_a_hold_that_is_about_right_is_left_as_it_is() -> None:
-    limits = dataclasses.replace(Limits(), retention_slack=1e9)
+    limits = dataclasses.replace(ONE_TENANT, retention_slack=1e9)
     world, decode = lone(limits)
     for _ in range(5):
         whole_turn(world, decode, "s")
@@ -266,7 +271,7 @@ def test_a_hold_that_is_about_right_is_left_as_it_is() -> None:
 
 
 def test_with_too_many_sessions_to_compare_all_get_their_turn() -> None:
-    world, decode = lone(dataclasses.replace(Limits(), relief_candidates=2))
+    world, decode = lone(dataclasses.replace(ONE_TENANT, relief_candidates=2))
     names = [f"s{number}" for number in range(9)]
     for name in names:
         whole_turn(world, decode, name, 100)
@@ -279,3 +284,32 @@ def test_with_too_many_sessions_to_compare_all_get_their_turn() -> None:
             report = (key(name), f"{name}-100".encode(), ReplicaState.SOFT, 100, "RELEASED")
             world.agent(decode, "replica_changed", *report)
     assert gone == set(names)
+
+
+def test_a_tenant_over_its_share_pays_for_itself() -> None:
+    limits = dataclasses.replace(Limits(), held_share_tenant=0.3)
+    world, decode = lone(limits)
+    for name in ("other/x", "t/a", "t/b"):
+        whole_turn(world, decode, name, 200)
+        world.keep_alive(20)
+    beat(world, decode, held=600)
+    # 300 may be held; `x`, which has been away for longest, is somebody else's.
+    assert told(world, decode) == [("a", 100)]
+
+
+def test_who_holds_little_is_not_pushed_out_by_who_holds_much() -> None:
+    world, decode = lone()
+    whole_turn(world, decode, "small/x", 100)
+    world.keep_alive(200)
+    for name in "abcd":
+        whole_turn(world, decode, f"big/{name}", 200)
+    beat(world, decode, held=900, free=100)
+    assert told(world, decode) == [("a", 50)]
+    # Only when nothing else is left.
+    world.keep_alive(3)
+    beat(world, decode, held=900, free=0)
+    beat(world, decode, held=1_700, free=0)
+    assert ("x", 0) not in told(world, decode)
+    world.keep_alive(3)
+    beat(world, decode, held=1_700, free=0)
+    assert ("x", 0) in told(world, decode)

@@ -187,19 +187,18 @@ def surplus(
 
 
 def hold_ns(absence: Absence, outlook: Outlook, value: SessionValue | None, limits: Limits) -> int:
-    """How long a replica is held from the end of its turn. Four times what the client
-    expects (a factor of two either way is ordinary); without a hint, until most of the returns that
-    the session's own gaps promise have come; for a session that has never been away, the default.
-    Halved or doubled by the session's value; clamped. What is not held any more stays readable
-    until its memory is wanted."""
+    """How long a replica is held from the end of its turn: the default, or longer. Four times what
+    the client expects (a factor of two either way is ordinary); without a hint, until nearly all
+    of the returns that the session's own gaps promise have come. Halved or doubled by the
+    session's value; capped. What is not held any more stays readable until its memory is
+    wanted."""
+    wanted = limits.retention_ns
     if absence.expected_ns is not None:
-        wanted = 4 * absence.expected_ns
+        wanted = max(wanted, 4 * absence.expected_ns)
     elif absence.sketch:
-        wanted = outlook.within_ns(limits.retention_share)
-    else:
-        wanted = limits.retention_ns
+        wanted = max(wanted, outlook.within_ns(limits.retention_share))
     if value is SessionValue.LOW:
         wanted //= 2
     elif value is SessionValue.HIGH:
         wanted *= 2
-    return min(max(wanted, limits.retention_min_ns), limits.retention_max_ns)
+    return min(wanted, limits.retention_max_ns)
