@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -47,3 +48,7 @@ def test_demo_fails_when_a_returned_block_is_wrong() -> None:
     assert code == 1, text
     assert last["identical"] is False
     assert "turn 2, with the return" in text
+    # A failed demo leaves its logs to look at, and says where.
+    logs = Path(text.partition("The logs are in ")[2].splitlines()[0].strip())
+    assert (logs / "prefill-0.log").exists()
+    shutil.rmtree(logs)
