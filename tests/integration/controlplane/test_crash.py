@@ -1,0 +1,90 @@
+"""The real program on a real file, under load, killed again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+from pathlib import Path
+
+import grpc
+import pytest
+
+from kvshuttle.controlplane.store import SqliteStore
+from kvshuttle.v1 import lease_service_pb2 as leases
+from kvshuttle.v1 import lease_service_pb2_grpc as lease_grpc
+from kvshuttle.v1 import types_pb2 as types
+from tests.integration.controlplane.conftest import eventually
+from tests.integration.controlplane.live import History, LiveAgent, Load, kill
+from tests.integration.controlplane.test_process import Process
+
+ROUNDS = int(os.environ.get("KVSHUTTLE_CRASH_ROUNDS", "5"))
+SEED = int(os.environ.get("KVSHUTTLE_CRASH_SEED", "1"))
+
+
+@pytest.mark.timeout(60 + 30 * ROUNDS)
+async def test_nothing_that_was_told_is_lost_by_sigkill(tmp_path: Path) -> None:
+    luck = random.Random(SEED)
+    history = History()
+    process = await asyncio.to_thread(Process, tmp_path, "--log-level=info")
+    agents: list[LiveAgent] = []
+    epochs = []
+    for number in range(ROUNDS):
+        channel = grpc.aio.insecure_channel(process.ready["agent"])
+        assert process.ready["epoch"] > history.epoch
+        epochs.append(process.ready["epoch"])
+        if not agents:
+            roles = (types.WORKER_ROLE_PREFILL, types.WORKER_ROLE_DECODE, types.WORKER_ROLE_DECODE)
+            agents = [LiveAgent(history, channel, f"w{n}", role) for n, role in enumerate(roles)]
+        before = [agent.welcome.incarnation for agent in agents]
+        for agent in agents:
+            agent.stub = type(agent.stub)(channel)
+            await agent.connect()
+        if number:
+            assert [agent.welcome.incarnation for agent in agents] == before
+        load = Load(process, history, [f"s{n}" for n in range(8)])
+        load.start()
+        turns = len(history.ended)
+        await asyncio.sleep(luck.uniform(0.02, 0.8))
+        await kill(process)
+        assert not load.failed()
+        await load.stop()
+        for agent in agents:
+            await agent.close()
+        await channel.close()
+        store = await asyncio.to_thread(SqliteStore, tmp_path / "store.db")
+        history.check(store.load())
+        store.close()
+        print(f"round {number}: {len(history.ended) - turns} turns")
+        process = await asyncio.to_thread(Process, tmp_path, "--log-level=info")
+    assert epochs == sorted(set(epochs))
+    assert len(history.ended) > 50
+    assert len(history.let_go) > 50
+    assert len(history.fenced) > 5
+    assert history.revoked
+
+    # Once all are back, everything that was begun comes to its end, and every hold is let go.
+    channel = grpc.aio.insecure_channel(process.ready["agent"])
+    for agent in agents:
+        agent.stub = type(agent.stub)(channel)
+        await agent.connect()
+        for lease_id in list(agent.reads):
+            await agent.publish(lease_id, 8)
+            del agent.reads[lease_id]
+    stub = lease_grpc.LeaseServiceStub(channel)
+
+    async def still_open() -> list[str]:
+        states = (
+            leases.LEASE_STATE_PENDING,
+            leases.LEASE_STATE_GRANTED,
+            leases.LEASE_STATE_ACTIVE,
+        )
+        page = await stub.ListLeases(leases.ListLeasesRequest(states=states), timeout=10)
+        held = [f"{a.worker_id} holds {i}" for a in agents for i in a.holds]
+        return [lease.lease_id for lease in page.leases] + held
+
+    await eventually(still_open, lambda found: not found)
+    for agent in agents:
+        await agent.close()
+    await channel.close()
+    process.stop()
