@@ -98,6 +98,8 @@ class LiveAgent(Agent):
         self.history = history
         self.holds: dict[str, int] = {}
         self.reads: dict[str, int] = {}
+        self.forgetful = 0.1
+        """Share of grants that it leaves unused."""
 
     async def connect(self) -> LiveAgent:
         del self.hello.leases[:]
@@ -137,7 +139,7 @@ class LiveAgent(Agent):
                 assert grant.lease_id not in self.history.granted, "granted twice"
                 self.history.granted[grant.lease_id] = grant
                 self.reads[grant.lease_id] = grant.version
-                if random.random() < 0.9:
+                if random.random() >= self.forgetful:
                     await self.publish(grant.lease_id, BLOCKS)
                     del self.reads[grant.lease_id]
             case "extend":
