@@ -437,6 +437,40 @@ def test_a_greedy_tenants_sessions_leave_room_for_another() -> None:
     assert caught.value.reason == "ALL_SESSIONS"
 
 
+# -- held blocks ---------------------------------------------------------------------------------
+
+
+def test_a_greedy_tenants_replicas_leave_room_for_another() -> None:
+    town = Town(held_share_worker=0.3)
+    for number in range(12):
+        town.turn("greedy", f"g{number}", 25)
+    town.turn("modest", "m0", 25)
+    for key in list(town.state.sessions):
+        for turn in town.state.sessions[key].running():
+            town.do(town.registry.end_turn(town.now, key, turn.number, TurnOutcome.COMPLETED))
+    town.told(town.d, c.RetainReplica)
+    town.now += 10 * SECOND
+    town.beat(town.d, held_blocks=325, free_blocks=600)
+    going = {x.key.tenant for x in town.told(town.d, c.RetainReplica) if x.retention_ns <= 0}
+    assert going == {"greedy"}
+
+
+def test_a_tenant_holds_no_more_than_its_own_share() -> None:
+    town = Town(tenants={"small": TenantLimits(held_share=0.05)})
+    for number in range(4):
+        town.turn("small", f"s{number}", 25)
+        town.turn("other", f"o{number}", 25)
+    for key in list(town.state.sessions):
+        for turn in town.state.sessions[key].running():
+            town.do(town.registry.end_turn(town.now, key, turn.number, TurnOutcome.COMPLETED))
+    town.told(town.d, c.RetainReplica)
+    town.now += 10 * SECOND
+    town.beat(town.d, held_blocks=200, free_blocks=700)  # the worker as such has plenty
+    told = town.told(town.d, c.RetainReplica)
+    assert {x.key.tenant for x in told} == {"small"}
+    assert sum(25 - x.keep_blocks for x in told) == 50
+
+
 # -- the counts ----------------------------------------------------------------------------------
 
 STEPS = st.lists(

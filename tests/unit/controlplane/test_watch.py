@@ -92,7 +92,7 @@ class Watched:
     def names(self, wish: Wish) -> list[Any]:
         return list(self.state)
 
-    def read(self, name: Any) -> SessionChange | None:
+    def read(self, name: Any, wish: Wish) -> SessionChange | None:
         return self.state.get(name)
 
     def watch(self, resume: str = "", wish: Wish | None = None) -> AsyncGenerator[Any, None]:

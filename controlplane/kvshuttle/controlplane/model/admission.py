@@ -1,16 +1,16 @@
 """Budgets: who may have how much of what, so that neither a burst nor a tenant takes it all.
 
 Four things are divided among tenants: sessions, running turns, leased blocks of each worker, and
-(counted here, decided in `retention`) blocks that replicas hold. What each tenant has is counted as
-it changes, so a decision costs the same with one lease as with a million.
+blocks that replicas hold (counted here, decided in `retention_events`). What each
+tenant has is counted as it changes, so a decision costs the same with one lease as with a million.
 
 A budget never fails a turn because of its KV: a lease that is refused is a turn that recomputes,
 and its plan says why. Only sessions, turns and renewals, which a caller asks for, are refused with
 an error.
 
-The rule of all four is the same. Up to `Limits.contended_share` of the whole, a tenant may have as
-much as its own cap allows. Beyond that it may have no more than an equal part, counted with one
-tenant more than there are: so one that comes new finds room, whatever the others have.
+The rule of the first three is the same. Up to `Limits.contended_share` of the whole, a tenant may
+have as much as its own cap allows. Beyond that it may have no more than an equal part, counted with
+one tenant more than there are: so one that comes new finds room, whatever the others have.
 """
 
 from __future__ import annotations

@@ -64,8 +64,9 @@ class Limits:
     could otherwise take back from replicas, so half stays out of reach of them. 0: no limit."""
     leased_share_tenant: float = 0.4
     """The same for one tenant: what is left is there for another at once. 0: no limit."""
-    held_share_tenant: float = 0.5
-    """Share of a worker's pool that one tenant's replicas may hold hard. 0: no limit."""
+    held_share_tenant: float = 0.0
+    """Share of a worker's pool that one tenant's replicas may hold hard. 0: no limit, since those
+    who hold most give up first as soon as a worker holds too much."""
     contended_share: float = 0.75
     """Up to this share of a budget a tenant may have as much as its cap allows; beyond, no more
     than an equal part. The last quarter is for those who have little or come new."""
@@ -231,8 +232,9 @@ class Limits:
     watch_stall_ns: int = 60 * SECOND
     """A reader that takes nothing for so long is let go; six progress messages' time."""
     watch_progress_ns: int = 10 * SECOND
-    snapshot_piece: int = 500
-    """Objects in one message of a snapshot: well below the message size of any client."""
+    snapshot_piece: int = 100
+    """Objects in one message of a snapshot: some milliseconds of work, in which nothing is granted,
+    and well below the message size of any client."""
 
     # -- housekeeping --------------------------------------------------------------------------
     tick_ns: int = 100 * MS

@@ -101,6 +101,14 @@ class SessionTable(MutableMapping["SessionKey", "Session"]):
         row = self._rows[slot]
         return self._warm_up(slot, row) if isinstance(row, bytes) else row
 
+    def peek(self, key: SessionKey) -> Session | None:
+        """The session, if it is there, without keeping what had to be unpacked."""
+        slot = self._slot.get(key)
+        if slot is None:
+            return None
+        row = self._rows[slot]
+        return self._unpack(slot, row) if isinstance(row, bytes) else row
+
     def __contains__(self, key: object) -> bool:
         return key in self._slot
 

@@ -18,7 +18,7 @@ import asyncio
 import re
 from collections import deque
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from kvshuttle.controlplane.model.admission import Division
@@ -58,8 +58,8 @@ __all__ = [
 C = TypeVar("C", SessionChange | SessionDropped, LeaseChange | LeaseDropped)
 C_co = TypeVar("C_co", SessionChange | SessionDropped, LeaseChange | LeaseDropped, covariant=True)
 _TOKEN = re.compile("[0-9a-f]{1,32}")
-NAMES_AT_ONCE = 2_000
-"""Names looked at before others may run: under a millisecond."""
+NAMES_AT_ONCE = 500
+"""Names looked at before others may run: some milliseconds where all have to be unpacked."""
 RETRY_NS = 10_000_000_000
 
 
@@ -107,8 +107,8 @@ class Source(Protocol[C_co]):
         """Names of the objects that are there now, perhaps with some that the wish excludes."""
         ...
 
-    def read(self, name: Hashable) -> C_co | None:
-        """An object as it is now, if it is still there."""
+    def read(self, name: Hashable, wish: Wish) -> C_co | None:
+        """An object as it is now, if it is still there and wished for."""
         ...
 
 
@@ -122,13 +122,19 @@ class Sessions:
         """See Source."""
         if wish.tenant is not None and wish.session_id is not None:
             return [SessionKey(wish.tenant, wish.session_id)]
-        return list(self._state().sessions)
+        sessions = self._state().sessions
+        if wish.tenant is not None:
+            mine = sessions.after(SessionKey(wish.tenant, ""))
+            return [*takewhile(wish.matches, mine)]
+        return list(sessions)
 
-    def read(self, name: Hashable) -> SessionChange | SessionDropped | None:
+    def read(self, name: Hashable, wish: Wish) -> SessionChange | SessionDropped | None:
         """See Source."""
         assert isinstance(name, SessionKey)
+        if not wish.matches(name):
+            return None
         state = self._state()
-        session = state.sessions.get(name)
+        session = state.sessions.peek(name)
         if session is None:
             return None
         return SessionChange(session.version, session, state.replicas_of_session(name))
@@ -144,10 +150,13 @@ class Leases:
         """See Source."""
         return list(self._state().open_leases)
 
-    def read(self, name: Hashable) -> LeaseChange | LeaseDropped | None:
+    def read(self, name: Hashable, wish: Wish) -> LeaseChange | LeaseDropped | None:
         """See Source."""
-        lease = self._state().leases.get(str(name))
-        return LeaseChange(0, lease) if lease is not None and lease.open else None
+        leases = self._state().leases
+        if name not in leases:
+            return None
+        lease = leases.peek(str(name))
+        return LeaseChange(0, lease) if lease.open and wish.matches(lease.key) else None
 
 
 @dataclass(slots=True, eq=False)
@@ -269,8 +278,8 @@ class Hub(Generic[C]):
         names = source.names(wish)
         for begin in range(0, len(names), NAMES_AT_ONCE):
             for name in islice(names, begin, begin + NAMES_AT_ONCE):
-                found = source.read(name)
-                if found is not None and wish.matches(found.key):
+                found = source.read(name, wish)
+                if found is not None:
                     items.append(found)
                 if len(items) == size:
                     # A reader must not be shown what a crash could still undo.
