@@ -361,3 +361,36 @@ SqliteStore(sys.argv[1]).close()
             break
     else:
         pytest.fail("it never came to its end")
+
+
+def test_damage_in_a_row_is_found_with_a_log_too(tmp_path: Path) -> None:
+    live, path = make(tmp_path / "live.db"), tmp_path / "s.db"
+    store = SqliteStore(live)
+    store.commit([session(500)])
+    shutil.copy(live, path)
+    shutil.copy(log_of(live), log_of(path))
+    store.close()
+    place = path.read_bytes().index(b"x" * 100, 3 * PAGE) + 50
+    flip(path, place)
+    refused(path, StoreDamagedError, "a row of sessions is not what was written")
+
+
+def test_what_is_written_between_the_look_and_the_lock_is_loaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "s.db"
+    crashed(path, transactions(5))
+    open_it = SqliteStore._open
+
+    def late(self: SqliteStore) -> None:
+        if self._found is not None:
+            found, self._found = self._found, None
+            monkeypatch.setattr(SqliteStore, "_open", open_it)
+            other = SqliteStore(path)
+            other.commit([PutTerm(99, "lineage", 0, 0)])
+            other.close()
+            self._found = found
+        open_it(self)
+
+    monkeypatch.setattr(SqliteStore, "_open", late)
+    assert read(path).epoch == 99

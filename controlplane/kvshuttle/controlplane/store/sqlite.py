@@ -79,6 +79,7 @@ class SqliteStore:
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
+        self._found: Snapshot | None = None
         new = check_header(self.path, SCHEMA_VERSION)
         if not new:
             check_log(self.path)
@@ -113,18 +114,26 @@ class SqliteStore:
             raise _refusal(self.path, error) from error
 
     def _check_pages(self) -> None:
-        """Looks at everything through a connection that cannot write. Closing one that can merges
-        the log into the file, damaged or not."""
+        """Reads everything through a connection that cannot write: closing one that can merges the
+        log into the file, damaged or not. What is found is kept for `load`."""
+        before = self._signature()
         db = self._connect("ro")
         try:
-            check_version(
-                self.path, db.execute("PRAGMA user_version").fetchone()[0], SCHEMA_VERSION
-            )
+            version = db.execute("PRAGMA user_version").fetchone()[0]
+            check_version(self.path, version, SCHEMA_VERSION)
             _check_structure(self.path, db)
+            if version == SCHEMA_VERSION:
+                self._found = _read_all(self.path, db)
         except sqlite3.Error as error:
             raise _refusal(self.path, error) from error
         finally:
             db.close()
+        self._seen = before
+
+    def _signature(self) -> tuple[int, ...]:
+        """Tells whether somebody has written the files."""
+        stats = [path.stat() for path in (self.path, log_path(self.path)) if path.exists()]
+        return tuple(n for stat in stats for n in (stat.st_size, stat.st_mtime_ns))
 
     def _open(self) -> None:
         db = self._db
@@ -143,42 +152,16 @@ class SqliteStore:
         # Takes the lock and, in this locking mode, keeps it.
         db.execute("BEGIN EXCLUSIVE")
         db.execute("COMMIT")
+        if self._found is not None and self._signature() != self._seen:
+            self._found = None  # written between the look at it and the lock
         if version < SCHEMA_VERSION:
             # The header of the file itself must say what it is.
             db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
-    def _rows(self, table: str) -> Iterable[Sequence[Any]]:
-        for *columns, crc in self._db.execute(f"SELECT {_ROWS[table]}, crc FROM {table}"):  # noqa: S608
-            if checksum(*columns) != crc:
-                raise ValueError(f"a row of {table} is not what was written")
-            yield columns
-
-    def _sessions(self) -> list[PackedSession]:
-        # One string for all sessions of a tenant.
-        tenants: dict[str, str] = {}
-        return [
-            codec.session_from_row(tenants.setdefault(tenant, tenant), session_id, body)
-            for tenant, session_id, body in self._rows("sessions")
-        ]
-
     def load(self) -> Snapshot:
         """Everything that was committed. Reads every row, so damage shows here."""
-        try:
-            term = next(iter(self._rows("term")), (1, 0, "", 0, 0))
-            _, epoch, lineage_id, last_incarnation, time_ns = term
-            return Snapshot(
-                epoch=epoch,
-                lineage_id=lineage_id,
-                last_incarnation=last_incarnation,
-                time_ns=time_ns,
-                sessions=PackedSessions(self._sessions()),
-                leases=[codec.lease_from_row(*row) for row in self._rows("leases")],
-                workers=[codec.worker_from_row(*row[:2]) for row in self._rows("workers")],
-            )
-        except sqlite3.Error as error:
-            raise _refusal(self.path, error) from error
-        except (ValueError, KeyError, IndexError, TypeError, struct.error) as error:
-            raise damaged(self.path, error) from error
+        found, self._found = self._found, None
+        return found if found is not None else _read_all(self.path, self._db)
 
     def _put(self, table: str, *columns: str | int | bytes) -> None:
         self._db.execute(_PUT[table], (*columns, checksum(*columns)))
@@ -215,6 +198,42 @@ class SqliteStore:
     def close(self) -> None:
         """Merges the log and lets go of the file."""
         self._db.close()
+
+
+def _rows(db: sqlite3.Connection, table: str) -> Iterable[Sequence[Any]]:
+    for *columns, crc in db.execute(f"SELECT {_ROWS[table]}, crc FROM {table}"):  # noqa: S608
+        if checksum(*columns) != crc:
+            raise ValueError(f"a row of {table} is not what was written")
+        yield columns
+
+
+def _sessions(db: sqlite3.Connection) -> list[PackedSession]:
+    # One string for all sessions of a tenant.
+    tenants: dict[str, str] = {}
+    return [
+        codec.session_from_row(tenants.setdefault(tenant, tenant), session_id, body)
+        for tenant, session_id, body in _rows(db, "sessions")
+    ]
+
+
+def _read_all(path: Path, db: sqlite3.Connection) -> Snapshot:
+    """What a file of the newest version has. StoreDamagedError, StoreError."""
+    try:
+        term = next(iter(_rows(db, "term")), (1, 0, "", 0, 0))
+        _, epoch, lineage_id, last_incarnation, time_ns = term
+        return Snapshot(
+            epoch=epoch,
+            lineage_id=lineage_id,
+            last_incarnation=last_incarnation,
+            time_ns=time_ns,
+            sessions=PackedSessions(_sessions(db)),
+            leases=[codec.lease_from_row(*row) for row in _rows(db, "leases")],
+            workers=[codec.worker_from_row(*row[:2]) for row in _rows(db, "workers")],
+        )
+    except sqlite3.Error as error:
+        raise _refusal(path, error) from error
+    except (ValueError, KeyError, IndexError, TypeError, struct.error) as error:
+        raise damaged(path, error) from error
 
 
 def _check_structure(path: Path, db: sqlite3.Connection) -> None:
