@@ -31,6 +31,7 @@ QUIET = frozenset(
         "lease_denied",
         "lease_granted",
         "lease_made",
+        "leases_extended",
         "replica_changed",
         "transfer",
         "turn_begun",
@@ -121,6 +122,12 @@ class Metrics:
             ["worker_id"],
             registry=r,
         )
+        self.extended = Counter(
+            "kvshuttle_leases_extended",
+            "Leases extended because their destination needs them",
+            ["worker_id"],
+            registry=r,
+        )
         self.refused = Counter(
             "kvshuttle_rpc_errors", "Calls that failed", ["method", "reason"], registry=r
         )
@@ -169,6 +176,8 @@ class Metrics:
                 self.denied.labels(v["direction"], v["reason"]).inc()
             case "lease_ended":
                 self.leases_ended.labels(v["direction"], v["state"], _word(v["reason"])).inc()
+            case "leases_extended":
+                self.extended.labels(v["worker_id"]).inc(_number(v["leases"]))
             case "transfer":
                 self._transfer(v)
             case "leg_computed":

@@ -41,6 +41,7 @@ __all__ = [
     "Ledger",
     "full_workers",
     "lease_room",
+    "may_extend",
     "no_worker_has_room",
     "quarantine_full",
     "renewal",
@@ -377,6 +378,14 @@ def _unread(w: Work, leased: Leased, tenant: str, enough: int) -> list[Lease]:
         victims.append(lease)
         enough -= lease.range.length if lease.range is not None else 0
     return victims if enough <= 0 else []
+
+
+def may_extend(w: Work, source: Worker, tenant: str) -> bool:
+    """As `renewal`, for all of a tenant's leases from a worker at once."""
+    if _under_watermark(w.limits, source):
+        return False
+    leased = w.state.ledger.leased.get(source.ref, _NOTHING)
+    return not _over(w, leased, tenant, 0, source)[0]
 
 
 def renewal(w: Work, lease: Lease) -> None:

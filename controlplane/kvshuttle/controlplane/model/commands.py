@@ -7,6 +7,9 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 
 if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
     from kvshuttle.controlplane.model.reports import Descriptors
     from kvshuttle.controlplane.model.terms import (
         BlockRange,
@@ -22,6 +25,7 @@ __all__ = [
     "Drain",
     "ExpectTurn",
     "Extend",
+    "ExtendLeases",
     "Fenced",
     "ForgetTurn",
     "Grant",
@@ -67,6 +71,9 @@ class Harden(Struct, frozen=True, gc=False):
     ttl_ns: int
     guard_ns: int
     destination: WorkerRef
+    # With the epoch, the lease's name among many.
+    epoch: int = 0
+    seq: int = 0
 
 
 class Grant(Struct, frozen=True, gc=False):
@@ -82,6 +89,8 @@ class Grant(Struct, frozen=True, gc=False):
     as_of: int
     # Whose session it is brought back for, where no turn waits for it.
     eager_for: SessionKey | None = None
+    epoch: int = 0
+    seq: int = 0
 
 
 class Extend(Struct, frozen=True, gc=False):
@@ -89,6 +98,19 @@ class Extend(Struct, frozen=True, gc=False):
 
     lease_id: str
     version: int
+    ttl_ns: int
+    guard_ns: int
+    as_of: int
+    is_source: bool
+
+
+class ExtendLeases(Struct, frozen=True, gc=False):
+    """To either side: count many leases of an epoch longer. `as_of` is 0 to the source, `extension`
+    0 to the destination."""
+
+    extension: int
+    epoch: int
+    seqs: npt.NDArray[np.uint64]
     ttl_ns: int
     guard_ns: int
     as_of: int
@@ -159,6 +181,7 @@ Command = (
     | Harden
     | Grant
     | Extend
+    | ExtendLeases
     | Revoke
     | ReaderStopped
     | ReleaseReplica

@@ -126,6 +126,8 @@ def make(
             lease.ttl_ns,
             w.limits.guard_ns,
             lease.destination,
+            lease.epoch,
+            lease.seq,
         ),
     )
     w.fact(
@@ -185,6 +187,8 @@ def hardened(w: Work, ref: WorkerRef, lease_id: str, version: int, blocks: Descr
             lease.ttl_ns,
             destination.clock,
             lease.key if lease.eager else None,
+            lease.epoch,
+            lease.seq,
         ),
     )
     w.fact(

@@ -307,6 +307,11 @@ class LeaseTable(MutableMapping[str, "Lease"]):
         """Whether a lease may be due now."""
         return now_ns >= self._soonest_ns
 
+    def extend(self, slots: Slots, deadline_ns: int) -> None:
+        """Granted leases count until then at least. They have that deadline from now on, wherever
+        else an older one is written."""
+        self.deadline_ns[slots] = np.maximum(self.deadline_ns[slots], deadline_ns)
+
     def slots(self, epoch: int, seqs: npt.NDArray[np.uint64]) -> Slots:
         """Where these open leases of an epoch lie; those that are not there are left out."""
         numbers = self._numbers.get(epoch)

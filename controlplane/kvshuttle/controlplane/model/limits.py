@@ -111,7 +111,8 @@ class Limits:
     """How long a lost or fenced worker stays listed."""
     events_per_message: int = 1_000
     commands_per_message: int = 1_000
-    """Both are in the API's text."""
+    extensions_per_message: int = 100_000
+    """All are in the API's text."""
     command_queue_max: int = 20_000
     """Commands waiting on one stream; a stream beyond it has stalled and is ended."""
     agent_message_bytes: int = 32 << 20

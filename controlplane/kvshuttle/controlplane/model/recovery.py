@@ -12,6 +12,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from kvshuttle.controlplane.model import lease_events, turn_events
 from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.commands import ReaderStopped, Revoke
@@ -66,7 +68,12 @@ def take_over(w: Work, snapshot: Snapshot) -> None:
         w.index_lease(None, lease)
         if lease.state is LeaseState.PENDING:
             pending.append(lease)
-        elif not lease.open:  # start-granted: it goes on, to its deadline
+        elif lease.open:
+            # start-granted: it goes on, to its deadline or, if it was extended among many, to one
+            # that is not in the books and at most a TTL away.
+            slots = np.array([state.leases.slot(lease)])
+            state.leases.extend(slots, w.now_ns + limits.lease_ttl_ns)
+        else:
             state.agenda.add(
                 w.now_ns + limits.ended_lease_kept_ns, Due.LEASE_FORGET, lease.lease_id
             )

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, cast
 
 from kvshuttle.controlplane.model import (
     eager_events,
+    extension_events,
     lease_events,
     recovery,
     replica_events,
@@ -29,6 +30,9 @@ from kvshuttle.controlplane.model.work import Work
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    import numpy as np
+    import numpy.typing as npt
 
     from kvshuttle.controlplane.model.lease import Lease
     from kvshuttle.controlplane.model.limits import Limits
@@ -276,6 +280,16 @@ class AgentBatch:
             lease_id,
             lambda: lease_events.extended(self._w, self._ref, lease_id, version, is_source),
         )
+
+    def leases_needed(self, epoch: int, seqs: npt.NDArray[np.uint64]) -> None:
+        """The destination still needs these leases."""
+        if self._current:
+            extension_events.needed(self._w, self._ref, epoch, seqs)
+
+    def leases_extended(self, extension: int, missing: npt.NDArray[np.uint64]) -> None:
+        """The source obeyed an ExtendLeases, but for some."""
+        if self._current:
+            extension_events.extended(self._w, self._ref, extension, missing)
 
     def active(self, lease_id: str) -> None:
         """The destination posted its transfer."""

@@ -6,24 +6,40 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from msgspec import Struct
+
 from kvshuttle.controlplane.model.admission import Ledger
-from kvshuttle.controlplane.model.agenda import Agenda, Due
+from kvshuttle.controlplane.model.agenda import Agenda
 from kvshuttle.controlplane.model.lease_table import LeaseTable
 from kvshuttle.controlplane.model.session_table import PackedSessions, ReplicaTable, SessionTable
-from kvshuttle.controlplane.model.terms import SessionKey
+from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    import numpy as np
+    import numpy.typing as npt
 
     from kvshuttle.controlplane.model.lease import Lease
     from kvshuttle.controlplane.model.replica import Replica
     from kvshuttle.controlplane.model.session import Session
     from kvshuttle.controlplane.model.worker import Worker
 
-__all__ = ["REVISIONS_PER_EPOCH", "Agenda", "Due", "Snapshot", "State", "TurnName"]
+__all__ = ["REVISIONS_PER_EPOCH", "Extension", "Snapshot", "State", "TurnName"]
 
 TurnName = tuple[SessionKey, int]
 REVISIONS_PER_EPOCH = 1 << 40
+
+
+class Extension(Struct, frozen=True):
+    """Leases that a source was asked to hold longer, for a destination that needs them."""
+
+    source: WorkerRef
+    destination: WorkerRef
+    epoch: int
+    seqs: npt.NDArray[np.uint64]
+    ttl_ns: int
+    asked_ns: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +100,9 @@ class State:
     )
     # Until when a worker that was told to let replicas go is given time to show it.
     relieved_ns: dict[str, int] = field(default_factory=dict)
+    # Extensions under way, by number, oldest first.
+    extensions: dict[int, Extension] = field(default_factory=dict)
+    extension_seq: int = 0
     agenda: Agenda = field(default_factory=Agenda)
     ledger: Ledger = field(default_factory=Ledger)
 

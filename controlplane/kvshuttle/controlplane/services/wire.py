@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, cast
 
+import numpy as np
+
 from kvshuttle.controlplane.model import commands as c
 from kvshuttle.controlplane.model.reports import (
     Counters,
@@ -30,6 +32,9 @@ from kvshuttle.v1 import agent_service_pb2 as pb
 from kvshuttle.v1 import types_pb2 as types
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    import numpy.typing as npt
     from google.protobuf.duration_pb2 import Duration
 
     from kvshuttle.controlplane.model.registry import AgentBatch
@@ -169,6 +174,10 @@ def _descriptors_in(message: types.BlockDescriptors) -> Descriptors:
     )
 
 
+def _seqs_in(seqs: Collection[int]) -> npt.NDArray[np.uint64]:
+    return np.fromiter(seqs, np.uint64, len(seqs))
+
+
 def apply_event(batch: AgentBatch, event: pb.AgentEvent) -> None:
     """One event, as a call. ValueError for an enum value that is not known."""
     match event.WhichOneof("event"):
@@ -191,6 +200,12 @@ def apply_event(batch: AgentBatch, event: pb.AgentEvent) -> None:
         case "extended":
             extended = event.extended
             batch.extended(extended.lease_id, extended.version, extended.is_source)
+        case "leases_needed":
+            needed = event.leases_needed
+            batch.leases_needed(needed.lease_epoch, _seqs_in(needed.lease_seqs))
+        case "leases_extended":
+            done = event.leases_extended
+            batch.leases_extended(done.extension, _seqs_in(done.missing_seqs))
         case "active":
             batch.active(event.active.lease_id)
         case "stopped":
@@ -265,6 +280,8 @@ def command_out(command: c.Command) -> pb.AgentCommand:
                     ttl=duration(command.ttl_ns),
                     guard=duration(command.guard_ns),
                     destination=ref_out(command.destination),
+                    lease_epoch=command.epoch,
+                    lease_seq=command.seq,
                 )
             )
         case c.Grant():
@@ -278,6 +295,8 @@ def command_out(command: c.Command) -> pb.AgentCommand:
                     blocks=cast("types.BlockDescriptors", command.blocks.payload),
                     ttl=duration(command.ttl_ns),
                     as_of=command.as_of,
+                    lease_epoch=command.epoch,
+                    lease_seq=command.seq,
                     eager=command.eager_for is not None,
                     tenant=command.eager_for.tenant if command.eager_for else "",
                     session_id=command.eager_for.session_id if command.eager_for else "",
@@ -288,6 +307,18 @@ def command_out(command: c.Command) -> pb.AgentCommand:
                 extend=pb.Extend(
                     lease_id=command.lease_id,
                     version=command.version,
+                    ttl=duration(command.ttl_ns),
+                    guard=duration(command.guard_ns),
+                    as_of=command.as_of,
+                    is_source=command.is_source,
+                )
+            )
+        case c.ExtendLeases():
+            return pb.AgentCommand(
+                extend_leases=pb.ExtendLeases(
+                    extension=command.extension,
+                    lease_epoch=command.epoch,
+                    lease_seqs=command.seqs.tolist(),
                     ttl=duration(command.ttl_ns),
                     guard=duration(command.guard_ns),
                     as_of=command.as_of,
