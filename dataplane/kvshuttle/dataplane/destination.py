@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvshuttle.dataplane import extensions
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import Clock, destination_deadline
 from kvshuttle.dataplane.counters import Counters
@@ -132,6 +133,10 @@ class DestinationSide:
                 )
             )
         )
+
+    def extend_many(self, command: agent_pb2.ExtendLeases) -> None:
+        """Counts longer what it has asked for."""
+        extensions.count_longer(self._out, self._grants.values(), command, self._clock())
 
     def revoke(self, lease_id: str, reason: str, token: str = "") -> None:
         """Stops a lease: an unused one now, a running one as soon as NIXL lets go."""
@@ -368,14 +373,19 @@ class DestinationSide:
             self._holds.quarantine(load.hold)
 
     def expire(self, now: int) -> None:
-        """Gives back grants whose time is over and that no request has used."""
+        """Asks for more time for grants in use; gives back those whose time is over and that no
+        request has used."""
+        extensions.ask(self._out, self._needed(), now)
         for grant in list(self._grants.values()):
             if not grant.request_id and now >= grant.deadline_ns:
                 self._give_back(grant, "LEASE_EXPIRED")
 
     def next_deadline(self) -> int | None:
         """The next instant at which :meth:`expire` has something to do."""
-        return min((g.deadline_ns for g in self._grants.values() if not g.request_id), default=None)
+        times = [g.deadline_ns for g in self._grants.values() if not g.request_id]
+        if (asking := extensions.next_ask(self._needed())) is not None:
+            times.append(asking)
+        return min(times, default=None)
 
     @property
     def open_grants(self) -> list[Grant]:
@@ -388,6 +398,11 @@ class DestinationSide:
         return len(self._grants) + len(self._eager.open_grants)
 
     # Inside.
+
+    def _needed(self) -> list[Grant]:
+        """Grants that a request reads under, or would as soon as vLLM has blocks for it."""
+        reading = [load.grant for load in self._loads.values() if load.ranks_left]
+        return reading + [match.grant for match in self._matches.values()]
 
     def _no(self, request_id: str, reason: str) -> int:
         self._matches.pop(request_id, None)

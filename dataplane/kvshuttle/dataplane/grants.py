@@ -28,6 +28,10 @@ class Grant:
     deadline_ns: int
     is_return: bool
     request_id: str = ""
+    # Epoch and number in it: its name where many leases are named at once.
+    number: tuple[int, int] = (0, 0)
+    # When to ask for more time, if it is needed still.
+    ask_ns: int = 0
 
 
 def leg_of_direction(direction: types_pb2.Direction.ValueType) -> types_pb2.Leg.ValueType:
@@ -56,6 +60,8 @@ def parse_grant(command: agent_pb2.Grant) -> Grant:
         hashes=hashes,
         deadline_ns=destination_deadline(command.as_of, command.ttl.ToNanoseconds()),
         is_return=command.direction == types_pb2.DIRECTION_RETURN,
+        number=(command.lease_epoch, command.lease_seq),
+        ask_ns=destination_deadline(command.as_of, command.ttl.ToNanoseconds() // 2),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvshuttle.dataplane.clock import NS
 
 __all__ = [
+    "ASK_AGAIN_NS",
     "CONFIRM_TIMEOUT_NS",
     "CONNECT_LINGER_NS",
     "DEADLINE_MARGIN_NS",
@@ -25,6 +26,10 @@ __all__ = [
     "RECONNECT_MIN_S",
     "UNKNOWN_TURN_WAIT_NS",
 ]
+
+ASK_AGAIN_NS = 1 * NS
+"""Shortest time between two requests to extend one lease: some round trips to the control plane and
+the source."""
 
 DEADLINE_MARGIN_NS = NS // 4
 """A destination posts nothing later than this before its deadline: far more than one scheduler

@@ -352,6 +352,9 @@ class SchedulerAgent:
                 (self.source if command.extend.is_source else self.destination).extend(
                     command.extend
                 )
+            case "extend_leases":
+                many = command.extend_leases
+                (self.source if many.is_source else self.destination).extend_many(many)
             case "revoke":
                 revoke = command.revoke
                 self.destination.revoke(revoke.lease_id, revoke.reason, revoke.turn_token)

@@ -60,6 +60,8 @@ class SourceLease:
     hold: Hold
     deadline_ns: int
     destination: tuple[str, int]
+    # Epoch and number in it: its name where many leases are named at once.
+    number: tuple[int, int] = (0, 0)
     ranks_done: int = 0
     # Why it is closing; empty while it is open. It is gone once every rank says no to the reader.
     closing: str = ""
@@ -242,6 +244,7 @@ class SourceSide:
                 self._clock(), command.ttl.ToNanoseconds(), guard, self.drift_ppm
             ),
             destination=(command.destination.worker_id, command.destination.incarnation),
+            number=(command.lease_epoch, command.lease_seq),
         )
         self._leases[lease.lease_id] = lease
         # The movers answer the reader from now on; they hear of it before the reader can.
@@ -282,6 +285,31 @@ class SourceSide:
             agent_pb2.AgentEvent(
                 extended=agent_pb2.LeaseExtended(
                     lease_id=lease.lease_id, version=command.version, is_source=True
+                )
+            )
+        )
+
+    def extend_many(self, command: agent_pb2.ExtendLeases) -> None:
+        """Holds longer, and says what it does not hold any more."""
+        deadline = source_deadline(
+            self._clock(),
+            command.ttl.ToNanoseconds(),
+            command.guard.ToNanoseconds(),
+            self.drift_ppm,
+        )
+        missing = dict.fromkeys(command.lease_seqs)
+        for lease in self._leases.values():
+            epoch, seq = lease.number
+            if epoch != command.lease_epoch or seq not in missing or lease.closing:
+                continue
+            del missing[seq]
+            if deadline > lease.deadline_ns:
+                lease.deadline_ns = deadline
+                self._out.order(m.Serve(lease.lease_id, deadline))
+        self._out.emit(
+            agent_pb2.AgentEvent(
+                leases_extended=agent_pb2.LeasesExtended(
+                    extension=command.extension, missing_seqs=missing
                 )
             )
         )

@@ -14,6 +14,7 @@ from kvshuttle.controlplane.model.limits import MS, Limits
 from kvshuttle.v1 import agent_service_pb2 as agents
 from kvshuttle.v1 import cluster_service_pb2 as workers
 from kvshuttle.v1 import lease_service_pb2 as leases
+from kvshuttle.v1 import session_service_pb2 as sessions
 from kvshuttle.v1 import types_pb2 as types
 from tests.integration.controlplane.agent import hashes
 from tests.integration.controlplane.conftest import Cluster, T, eventually
@@ -281,3 +282,32 @@ async def test_a_late_hardening_is_not_granted(tmp_path: Path) -> None:
         assert "grant" not in decode.kinds()
     finally:
         await cluster.stop()
+
+
+async def test_a_destination_has_its_leases_extended_many_at_once(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    made: list[int] = []
+    for number in range(3):
+        name = f"s{number}"
+        chain = hashes(name, 20)
+        begun = await cluster.begin(name)
+        await decode.offer(chain, name, begun.turn_token, types.LEG_DECODE)
+        await cluster.end(1, name)
+        await cluster.begin(name, return_policy=sessions.RETURN_POLICY_ALWAYS)
+        order = await decode.told("harden")
+        await decode.harden(order, chain)
+        grant = await prefill.told("grant")
+        assert (grant.lease_epoch, grant.lease_seq) == (order.lease_epoch, order.lease_seq)
+        made.append(grant.lease_seq)
+    await prefill.say(
+        leases_needed=agents.LeasesNeeded(lease_epoch=prefill.epoch, lease_seqs=[*made, 10_000])
+    )
+    extend = await decode.told("extend_leases", is_source=True)
+    assert sorted(extend.lease_seqs) == made
+    await decode.say(
+        leases_extended=agents.LeasesExtended(extension=extend.extension, missing_seqs=[made[1]])
+    )
+    told = await prefill.told("extend_leases", is_source=False)
+    assert sorted(told.lease_seqs) == [made[0], made[2]]
+    assert told.as_of == prefill.hello.clock
+    assert told.ttl == extend.ttl

@@ -66,7 +66,9 @@ class Bench:
         expect.retention.FromSeconds(100)
         self.obey(expect_turn=expect)
 
-    def grant(self, hashes: tuple[bytes, ...], lease: str = "l1", ttl: float = 30) -> None:
+    def grant(
+        self, hashes: tuple[bytes, ...], lease: str = "l1", ttl: float = 30, seq: int = 0
+    ) -> None:
         grant = agent_pb2.Grant(
             lease_id=lease,
             version=2,
@@ -80,6 +82,8 @@ class Bench:
                 hash_size=32,
             ),
             as_of=self.clock(),
+            lease_epoch=5,
+            lease_seq=seq,
         )
         grant.ttl.FromNanoseconds(int(ttl * NS))
         self.obey(grant=grant)
@@ -93,7 +97,9 @@ class Bench:
         self.agent.finished((turn, DECODE), request)
         self.pool.free(ids)
 
-    def harden(self, hashes: tuple[bytes, ...], lease: str = "l1", ttl: float = 30) -> None:
+    def harden(
+        self, hashes: tuple[bytes, ...], lease: str = "l1", ttl: float = 30, seq: int = 0
+    ) -> None:
         command = agent_pb2.Harden(
             lease_id=lease,
             version=1,
@@ -102,6 +108,8 @@ class Bench:
             head_hash=hashes[-1],
             range=types_pb2.BlockRange(start=0, end=len(hashes)),
             destination=types_pb2.WorkerRef(worker_id="other", incarnation=1),
+            lease_epoch=5,
+            lease_seq=seq,
         )
         command.ttl.FromNanoseconds(int(ttl * NS))
         command.guard.FromSeconds(5)
