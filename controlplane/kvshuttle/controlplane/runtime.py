@@ -195,10 +195,13 @@ class Runtime:
 
     async def run_ticks(self) -> None:
         """Feeds time to the registry until cancelled."""
+        registry, limits = self.registry, self.registry.limits
         while True:
-            await asyncio.sleep(self.registry.limits.tick_ns / 1e9)
+            behind = registry.behind(self.clock.now_ns())
+            pause_ns = limits.tick_behind_ns if behind else limits.tick_ns
+            await asyncio.sleep(min(pause_ns, limits.tick_ns) / 1e9)
             if not self.failed.done():
-                self.forget(self.registry.tick)
+                self.forget(registry.tick)
 
     async def close(self) -> None:
         """Makes durable and lets out what was applied."""
