@@ -58,7 +58,7 @@ class Agent:
         self.fleet = fleet
         self.worker_id = worker_id
         self.role = types.WorkerRole.ValueType(role)
-        self._stub = pb_grpc.AgentServiceStub(channel)  # type: ignore[no-untyped-call]
+        self._stub = pb_grpc.AgentServiceStub(channel)
         self._pending: list[pb.AgentEvent] = []
         self._wake = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
@@ -265,6 +265,7 @@ class Fleet:
         key = f"{token}{role}"
         if (early := self._early.pop(key, None)) is not None:
             return early
+        future: asyncio.Future[tuple[Agent, pb.Grant, float]]
         future = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
         async with asyncio.timeout(60):

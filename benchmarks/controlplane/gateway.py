@@ -19,7 +19,7 @@ class Gateway:
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.aio.insecure_channel(address, OPTIONS)
-        self._stub = pb_grpc.SessionServiceStub(self._channel)  # type: ignore[no-untyped-call]
+        self._stub = pb_grpc.SessionServiceStub(self._channel)
         self._call: Any = self._stub.Turns()
         self._pending: list[pb.TurnOperation] = []
         self._wake = asyncio.Event()

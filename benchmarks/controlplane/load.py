@@ -6,14 +6,14 @@ import asyncio
 import random
 import time
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.controlplane.fleet import Held
 from kvshuttle.v1 import agent_service_pb2 as pb
 from kvshuttle.v1 import types_pb2 as types
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Coroutine, Sequence
 
     from benchmarks.controlplane.fleet import Fleet
     from benchmarks.controlplane.gateway import Gateway
@@ -161,12 +161,12 @@ class Load:
 
         return await self._measure([run(mine) for mine in slots if mine])
 
-    async def _measure(self, work: list[object]) -> Measured:
+    async def _measure(self, work: list[Coroutine[Any, Any, None]]) -> Measured:
         self.done, self.grant_ms = 0, []
         before = self.fleet.told("grant")
         grants = self._grants
         cpu, began = self.server.cpu_s(), time.perf_counter()
-        await asyncio.gather(*work)  # type: ignore[arg-type]
+        await asyncio.gather(*work)
         await self.settle()
         seconds = time.perf_counter() - began
         if self.fleet.told("grant") - before != self._grants - grants:

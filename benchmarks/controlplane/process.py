@@ -54,13 +54,12 @@ class ControlPlane:
         }
         log = (self.folder / "controlplane.log").open("ab")
         began = time.perf_counter()
-        core = self._core
+        pin = ["taskset", "-c", str(self._core)] if self._core is not None else []
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "kvshuttle.controlplane"],
+            [*pin, sys.executable, "-m", "kvshuttle.controlplane"],
             env=environment,
             stdout=log,
             stderr=log,
-            preexec_fn=(lambda: os.sched_setaffinity(0, {core})) if core is not None else None,
         )
         log.close()
         while not ready.exists():
