@@ -75,6 +75,9 @@ LONG ?= 0
 sim: $(VENV)/.dev ## the lease protocol on virtual time: seeded faults, invariants checked
 	@$(BIN)/python -m tests.simulation --schedules $(SCHEDULES) --minutes $(LONG) $(ARGS)
 
+bench-controlplane: $(VENV)/.dev ## turns, renewals and sessions of one control plane; QUICK=1, TRACES=path
+	@$(BIN)/python -m benchmarks.controlplane $(if $(QUICK),--quick) $(if $(TRACES),--traces $(TRACES)) $(ARGS)
+
 bench-idle: model ## what an idle engine that holds ten sessions costs
 	@$(BIN)/python -m benchmarks.idle_cpu --model $(MODELS)/tiny $(ARGS)
 

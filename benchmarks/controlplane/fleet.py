@@ -67,6 +67,7 @@ class Agent:
         self.told: dict[str, int] = {}
         self.leases: list[tuple[int, int]] = []
         self.extended = 0
+        self._more = asyncio.Event()
 
     async def connect(self, replicas: Sequence[pb.ReplicaOffered] = ()) -> None:
         """Says hello with an inventory and waits for the welcome."""
@@ -169,6 +170,14 @@ class Agent:
             self.emit(leases_extended=pb.LeasesExtended(extension=order.extension))
         else:
             self.extended += len(order.lease_seqs)
+            self._more.set()
+
+    async def until_extended(self, want: int) -> None:
+        """Waits until so many leases have been extended in all."""
+        async with asyncio.timeout(30):
+            while self.extended < want:
+                self._more.clear()
+                await self._more.wait()
 
     def offer(self, held: Held, token: str, turn: int) -> None:
         """A decode leg has ended: its replica takes the place of the one before."""
@@ -253,7 +262,6 @@ class Fleet:
 
     def granted(self, agent: Agent, grant: pb.Grant, now: float) -> None:
         """A grant has reached its agent."""
-        agent.leases.append((grant.lease_epoch, grant.lease_seq))
         waiting = self._waiting.pop(f"{grant.turn_token}{agent.role}", None)
         if waiting is None:
             self._early[f"{grant.turn_token}{agent.role}"] = (agent, grant, now)
