@@ -56,7 +56,7 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 
 # ----------------------------------------------------------------------------------- tests
 
-.PHONY: test test-fast lint proto sim bench-idle bench-retention bench-ttft clean
+.PHONY: test test-fast lint proto sim bench-controlplane bench-idle bench-retention bench-ttft clean
 test: model lint ## lint and all tests, those on real engines too
 	@$(BIN)/python -m pytest tests --durations=15 $(ARGS)
 
