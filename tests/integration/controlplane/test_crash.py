@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import resource
 from pathlib import Path
 
 import grpc
@@ -90,3 +91,25 @@ async def test_nothing_that_was_told_is_lost_by_sigkill(tmp_path: Path) -> None:
         await agent.close()
     await channel.close()
     process.stop()
+
+
+async def test_a_full_disk_ends_it_and_nothing_that_was_told_is_lost(tmp_path: Path) -> None:
+    process = await asyncio.to_thread(Process, tmp_path, *FLAGS)
+    history = History()
+    channel = grpc.aio.insecure_channel(process.ready["agent"])
+    agent = LiveAgent(history, channel, "b", types.WORKER_ROLE_BOTH)
+    await agent.connect()
+    load = Load(process, history, [f"s{n}" for n in range(4)])
+    load.start()
+    await eventually(lambda: asyncio.sleep(0, len(history.ended)), lambda count: count > 20)
+    # From now on no file of that process may be longer than the log is now.
+    room = (tmp_path / "store.db-wal").stat().st_size
+    resource.prlimit(process.child.pid, resource.RLIMIT_FSIZE, (room, room))
+    assert await asyncio.to_thread(process.child.wait, 30) == 1
+    await load.stop()
+    await agent.close()
+    await channel.close()
+    assert "store_failed" in [line["event"] for line in process.log()]
+    store = SqliteStore(tmp_path / "store.db")
+    history.check(store.load())
+    store.close()

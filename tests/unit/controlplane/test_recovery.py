@@ -219,6 +219,21 @@ def _(world: World) -> None:
     assert stop.reason == "SOURCE_RESTARTED"
 
 
+def test_what_was_said_and_not_stored_is_not_said_again_as_if_it_were_old() -> None:
+    """An Extend is not stored; its source has obeyed it, and would take the next one for it."""
+    world = World()
+    source, destination, lease_id = granted(world)
+    world.do(world.registry.renew(world.now, lease_id, 60_000_000_000))
+    (first,) = world.told(source, c.Extend)
+    world.start()
+    source_says(world, LeaseReport(lease_id, first.version, is_source=True))
+    destination_says(world, *reads(lease_id))
+    world.do(world.registry.renew(world.now, lease_id, 60_000_000_000))
+    (second,) = world.told(source, c.Extend)
+    assert second.version > first.version
+    assert destination != source
+
+
 # -- destinations --------------------------------------------------------------------------------
 
 

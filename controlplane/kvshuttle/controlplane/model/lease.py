@@ -157,6 +157,10 @@ class Lease(Struct, frozen=True, array_like=True, gc=False):
         """What was moved, reported after the lease had ended in the books."""
         return replace(self, stats=stats)
 
+    def at_version(self, version: int) -> Lease:
+        """The lease, if it was said to be at that version."""
+        return replace(self, version=max(self.version, version))
+
     def asked(self, request: str) -> Lease:
         """The lease with a request remembered."""
         return replace(self, requests=remember(self.requests, request))

@@ -220,7 +220,9 @@ def _source_has(w: Work, worker: Worker, report: LeaseReport) -> None:
         # reader-stopped-source-holds: ReaderStopped was lost with the old stream.
         version = max(lease.version, report.version + 1)
         w.command(worker.ref, ReaderStopped(report.lease_id, version))
-    # source-holds, ended-source-holds: it goes on, to its own deadline.
+    else:
+        # source-holds, ended-source-holds: it goes on, to its own deadline.
+        _known(w, lease, report)
 
 
 def _destination_lacks(w: Work, lease: Lease) -> None:
@@ -233,13 +235,22 @@ def _destination_lacks(w: Work, lease: Lease) -> None:
 def _destination_has(w: Work, worker: Worker, report: LeaseReport) -> None:
     lease = w.state.leases.get(report.lease_id)
     if lease is not None and lease.destination == worker.ref and _runs_on(w, lease):
-        return  # destination-has, lost-destination-has
+        # destination-has, lost-destination-has
+        _known(w, lease, report)
+        return
     # stopping-destination-has, ended-destination-has, destination-unknown
     version = max(lease.version if lease else 0, report.version) + 1
     reason = "UNKNOWN_LEASE"
     if lease is not None:
         reason = lease.stop.reason if lease.stop else lease.end_reason or reason
     w.command(worker.ref, Revoke(report.lease_id, version, reason, ""))
+
+
+def _known(w: Work, lease: Lease, report: LeaseReport) -> None:
+    """A side has obeyed more of a lease than the books remember (an Extend is not stored): what it
+    is told from now on must count as newer."""
+    if report.version > lease.version:
+        w.put_lease(lease.at_version(report.version), durable=False)
 
 
 def _runs_on(w: Work, lease: Lease) -> bool:
