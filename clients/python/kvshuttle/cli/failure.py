@@ -17,6 +17,8 @@ _EXITS = {
     grpc.StatusCode.DEADLINE_EXCEEDED: exits.UNREACHABLE,
     grpc.StatusCode.CANCELLED: exits.UNREACHABLE,
 }
+# What the server calls the metadata that --tenant sets.
+TENANT_KEY = "kvshuttle-tenant"
 _SUMMARY = {
     exits.BAD_NEWS: "not found",
     exits.USAGE: "not accepted",
@@ -74,8 +76,14 @@ def of_call(error: KVShuttleError, target: str, *, tls: bool) -> Failure:
     remedy = error.remedy
     if status == exits.UNREACHABLE:
         message, remedy = _unreachable(error, target, tls=tls)
+    elif TENANT_KEY in message:
+        message = "this command is about one tenant's session, and the caller may act for any"
+        remedy = "name the tenant with --tenant (KVSHUTTLE_TENANT)"
     elif not remedy:
         remedy = _remedy(error)
+    else:
+        # The server's text for people has its remedy in it.
+        message = message.removesuffix(remedy).rstrip(": ")
     return Failure(status, _SUMMARY[status], error.reason, message, remedy)
 
 
@@ -123,8 +131,6 @@ def _last(text: str) -> str:
 
 
 def _remedy(error: KVShuttleError) -> str:
-    if "kvshuttle-tenant" in error.message:
-        return "name the tenant with --tenant (KVSHUTTLE_TENANT)"
     if error.reason in REASONS:
         return REASONS[error.reason].remedy
     match error.code:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import click
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -91,7 +92,7 @@ def status(options: Options) -> int:
             }
         )
     else:
-        printer.print(_status_table(options.target, found, workers, states))
+        printer.print(_status_table(options.target, found, workers, states, printer.width))
     return exits.OK if states["ready"] else exits.BAD_NEWS
 
 
@@ -100,6 +101,7 @@ def _status_table(
     found: pb.GetStatusResponse,
     workers: Sequence[pb.Worker],
     states: dict[str, int],
+    width: int,
 ) -> Table:
     grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True)
@@ -133,7 +135,7 @@ def _status_table(
         for name in ("total_blocks", "free_blocks", "held_blocks", "quarantined_blocks"):
             setattr(pool, name, getattr(pool, name) + getattr(one.pool, name))
     if pool.total_blocks:
-        grid.add_row("Pools", bar(pool, 30).append("  ").append_text(legend()))
+        grid.add_row("Pools", _explained_bar(pool, width - 15))
     sums = totals(workers)
     grid.add_row(
         "KV moved",
@@ -156,6 +158,12 @@ def _status_table(
         ),
     )
     return grid
+
+
+def _explained_bar(pool: pb.PoolStats, width: int) -> Text:
+    """A bar with its legend, on one line."""
+    key = legend()
+    return bar(pool, max(10, min(30, width - key.cell_len - 2))).append("  ").append_text(key)
 
 
 @click.command("workers", cls=Command)
@@ -267,7 +275,7 @@ def show_worker(printer: Printer, one: pb.Worker) -> None:
             f"{'on' if one.prefix_caching else 'off'}"
         ),
     )
-    grid.add_row("pool", bar(pool, 30).append("  ").append_text(legend()))
+    grid.add_row("pool", _explained_bar(pool, printer.width - 17))
     grid.add_row(
         "blocks",
         f"{human.count(pool.total_blocks)} of {one.block_size} tokens "
@@ -300,6 +308,7 @@ def show_worker(printer: Printer, one: pb.Worker) -> None:
     printer.print(grid)
     for name in sorted(counters.fallbacks, key=lambda name: -counters.fallbacks[name]):
         known = reason(name)
-        printer.line(Text(f"  recomputed {human.count(counters.fallbacks[name])} times: {name}"))
         remedy = "" if known.remedy == NOTHING else f" Do: {known.remedy}."
-        printer.line(Text(f"    {known.meaning}.{remedy}", style="dim"))
+        times = human.count(counters.fallbacks[name])
+        printer.print(Padding(Text(f"recomputed {times} times: {name}"), (0, 0, 0, 2)))
+        printer.print(Padding(Text(f"{known.meaning}.{remedy}", style="dim"), (0, 0, 0, 4)))

@@ -286,7 +286,7 @@ def _print(printer: Printer, found: list[Finding], *, brief: bool) -> None:
     grid = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2, 0, 0))
     grid.add_column(no_wrap=True)
     grid.add_column(style="bold", no_wrap=True)
-    grid.add_column(max_width=max(40, min(printer.width - 28, 120)))
+    grid.add_column(max_width=max(40, min(printer.width - 24, 120)))
     for one in found:
         if brief and one.severity not in ("warning", "problem"):
             continue
@@ -300,10 +300,14 @@ def _print(printer: Printer, found: list[Finding], *, brief: bool) -> None:
         name: sum(one.severity == name for one in found) for name in ("problem", "warning", "ok")
     }
     total = Text.assemble(
-        (f"{counts['problem']} problems", "red" if counts["problem"] else ""),
+        (_many(counts["problem"], "problem"), "red" if counts["problem"] else ""),
         ", ",
-        (f"{counts['warning']} warnings", "yellow" if counts["warning"] else ""),
+        (_many(counts["warning"], "warning"), "yellow" if counts["warning"] else ""),
         ", ",
         (f"{counts['ok']} ok", "green"),
     )
     printer.line(total)
+
+
+def _many(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"

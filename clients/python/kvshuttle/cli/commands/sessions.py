@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
     from kvshuttle.client import AsyncClient
     from kvshuttle.v1 import cluster_service_pb2 as cluster_pb
     from kvshuttle.v1 import lease_service_pb2 as lease_pb
+
+
+# Older turns' KV is the beginning of the newest's: the longest say what matters.
+REPLICAS_SHOWN = 2
+LEASES_SHOWN = 10
 
 
 @click.command("sessions", cls=Command)
@@ -129,8 +135,9 @@ async def _read(
 
 @click.command("session", cls=Command)
 @click.argument("session_id", shell_complete=complete_sessions)
+@click.option("--all", "every", is_flag=True, help="Every replica and lease that is listed.")
 @pass_options
-def session(options: Options, session_id: str) -> int:
+def session(options: Options, session_id: str, every: bool) -> int:
     """One conversation: its turns, its KV, its leases."""
     found, leases, _ = call(options, lambda client: _read(client, session_id))
     printer = options.printer()
@@ -157,10 +164,16 @@ def session(options: Options, session_id: str) -> int:
             Column("HEAD", keep=40),
         ]
     )
-    for replica in sorted(found.replicas, key=lambda one: -one.num_tokens):
+    replicas = sorted(found.replicas, key=lambda one: -one.num_tokens)
+    shown: Counter[str] = Counter()
+    for replica in replicas:
+        name = replica.worker.worker_id
+        if shown[name] >= REPLICAS_SHOWN and not every:
+            continue
+        shown[name] += 1
         left = replica.expire_time.seconds - at.timestamp()
         rows.add(
-            literal(f"{replica.worker.worker_id}"),
+            literal(name),
             human.state(word(replica, "state")),
             human.count(replica.num_tokens),
             human.count(replica.num_blocks),
@@ -168,9 +181,17 @@ def session(options: Options, session_id: str) -> int:
             replica.head_hash.hex()[:12],
         )
     printer.rows(rows, empty="no worker has any", indent=2)
+    _and_more(printer, len(replicas) - shown.total(), "shorter: --all shows them")
     printer.line("\nLeases, the newest first")
-    printer.rows(lease_rows(leases, with_session=False), empty="none are listed", indent=2)
+    some = leases if every else leases[:LEASES_SHOWN]
+    printer.rows(lease_rows(some, with_session=False), empty="none are listed", indent=2)
+    _and_more(printer, len(leases) - len(some), "older: --all shows them")
     return exits.OK
+
+
+def _and_more(printer: Printer, number: int, what: str) -> None:
+    if number > 0:
+        printer.line(Text(f"  and {number} {what}", style="dim"))
 
 
 def _head(found: pb.Session) -> Text:
@@ -267,7 +288,9 @@ def explain_session(options: Options, session_id: str) -> int:
     if earlier:
         printer.line("\nLeases of earlier turns (the turns themselves are not listed any more)")
         earlier.sort(key=sort_key, reverse=True)
-        printer.rows(lease_rows(earlier, with_session=False), empty="", indent=2)
+        some = earlier[:LEASES_SHOWN]
+        printer.rows(lease_rows(some, with_session=False), empty="", indent=2)
+        _and_more(printer, len(earlier) - len(some), "older: kvshuttle session --all shows them")
     return status
 
 
