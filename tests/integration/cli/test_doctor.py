@@ -18,7 +18,9 @@ from kvshuttle.v1 import types_pb2 as types
 from tests.integration.cli.conftest import RUN_S, Ran, environment, kvshuttle
 from tests.integration.cli.conftest import Site as Cluster
 from tests.integration.controlplane.agent import Agent
+from tests.integration.controlplane.conftest import eventually
 from tests.integration.controlplane.test_access import Site as SecureSite
+from tests.support.certificates import issue_for_uri
 
 POOL = {"total_blocks": 1_000, "free_blocks": 700, "held_blocks": 100}
 
@@ -126,9 +128,11 @@ async def test_metrics_and_a_gateway(tmp_path: Path, site: Cluster) -> None:
         env=environment(),
     )
     try:
-        async with asyncio.timeout(RUN_S):
-            while not ready.exists():
-                await asyncio.sleep(0.05)
+
+        async def is_ready() -> bool:
+            return ready.exists()
+
+        await eventually(is_ready, bool, RUN_S)
         url = json.loads(ready.read_text())["url"]
         metrics = f"http://{site.server.addresses.metrics}/metrics"
         async with heard(both):
@@ -157,7 +161,7 @@ async def test_metrics_and_a_gateway(tmp_path: Path, site: Cluster) -> None:
 async def secure(tmp_path: Path) -> AsyncIterator[SecureSite]:
     """A control plane with TLS, tokens for its API, and an operator's certificate in files."""
     site = SecureSite(tmp_path, one_listener=False)
-    key, chain = site._issue("kvshuttle://operator/o")
+    key, chain = issue_for_uri(site.ca, "kvshuttle://operator/o")
     (tmp_path / "operator.pem").write_bytes(chain)
     (tmp_path / "operator.key").write_bytes(key)
     (tmp_path / "token").write_text("an-operator\n")
@@ -243,7 +247,7 @@ async def test_doctor_on_certificates(secure: SecureSite, tmp_path: Path) -> Non
 async def test_certificates_alone(tmp_path: Path) -> None:
     """Without a tokens file the API wants a certificate of everybody."""
     site = SecureSite(tmp_path, one_listener=False, tokens=False)
-    key, chain = site._issue("kvshuttle://operator/o")
+    key, chain = issue_for_uri(site.ca, "kvshuttle://operator/o")
     (tmp_path / "operator.pem").write_bytes(chain)
     (tmp_path / "operator.key").write_bytes(key)
     await site.server.start()

@@ -66,7 +66,7 @@ async def test_each_change_is_a_line_and_a_later_watch_goes_on(site: Site) -> No
         first = await watch.next()
         assert (first["event"], first["session"]["session_id"]) == ("snapshot", "s")
         await site._forward(prefill, decode, begun.turn_token, 0, 10)
-        states = []
+        states: list[str] = []
         while not states or states[-1] != "completed":
             found = await watch.until("lease", session_id="s")
             assert found["event"] == "changed"

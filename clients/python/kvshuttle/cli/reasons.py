@@ -150,6 +150,10 @@ _LEASES = {
         "the source held the range, but only when it was too late to grant it",
         "the source's engine step is long: look at its load; raise --guard if it stays so",
     ),
+    "WRONG_RANGE": Reason(
+        "the source's agent held other blocks than it was asked to",
+        "it has a bug, or another version: use one version of kvshuttle everywhere",
+    ),
     "STOPPED_BEFORE_GRANT": Reason("the destination stopped before it was granted", NOTHING),
     "SOURCE_LOST": Reason(
         "the source's connection to the control plane was lost",

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from kvshuttle.client import AsyncClient
 
+_HEAD_LINES, _FOOTER_LINES = 2, 1
 INTERVALS_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 _HELP = """[b]Keys[/b]
@@ -69,10 +70,10 @@ class TopApp(App[None]):
     """Reads at an interval and draws. A control plane that goes away is told of, and waited for."""
 
     CSS = """
-    Screen { background: $background; }
+    Screen { background: $background; overflow: hidden; }
     #head { height: auto; padding: 0 1; }
     #flow { height: auto; padding: 0 1; }
-    #workers { height: auto; max-height: 50%; padding: 0 1; scrollbar-size-vertical: 1; }
+    #workers { height: auto; padding: 0 1; scrollbar-size-vertical: 1; }
     #table { height: auto; width: 1fr; }
     #recent { height: 1fr; padding: 0 1; overflow: hidden; }
     """
@@ -163,13 +164,17 @@ class TopApp(App[None]):
     def _draw(self) -> None:
         if not self._mounted:
             return
-        width = max(20, self.size.width - 2)
+        width, height = max(20, self.size.width - 2), self.size.height
+        # Head, footer and what flows have their lines; of the rest the workers get what they need,
+        # but for a few lines where there are many to share.
+        rest = max(2, height - _HEAD_LINES - _FOOTER_LINES - view.flow_lines(width, height))
+        self.query_one("#workers").styles.max_height = rest if rest < 12 else rest - rest // 3
         note = "PAUSED" if self._paused else f"every {self._interval_s:g} s"
         sort = view.SORTS[self._sort]
         self.query_one("#head", Static).update(
             view.head(self._frame, self._target, width, note=note, trouble=self._trouble)
         )
-        self.query_one("#flow", Static).update(view.flow(self._frame, width))
+        self.query_one("#flow", Static).update(view.flow(self._frame, width, height))
         self.query_one("#table", Static).update(
             view.workers(self._frame, width - 1, sort, reverse=self._reverse)
         )

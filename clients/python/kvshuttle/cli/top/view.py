@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
 WIDE = 116
+LOW = 20
 RETURNED, LOCAL, COMPUTED = "#57ab5a", "#4e9af1", "#d29922"
 RETURN_STYLE, FORWARD_STYLE = RETURNED, "#8b949e"
 _TICKS = "▁▂▃▄▅▆▇█"
@@ -101,8 +102,13 @@ def head(frame: Frame, target: str, width: int, *, note: str = "", trouble: str 
     return Text("\n").join([first, _cut(second, width)])
 
 
-def flow(frame: Frame, width: int) -> RenderableType:
-    """What moves, where prompts' tokens come from, open leases, failures."""
+def flow_lines(width: int, height: int) -> int:
+    """How many lines `flow` has."""
+    return _PANEL_LINES + 2 if width >= WIDE else 8 if height >= LOW else 5
+
+
+def flow(frame: Frame, width: int, height: int = 50) -> RenderableType:
+    """What moves, where prompts' tokens come from, open leases, failures: in `flow_lines`."""
     if width >= WIDE:
         inner = (width - 2) // 3 - 4
         grid = Table.grid(expand=True, padding=0)
@@ -114,13 +120,17 @@ def flow(frame: Frame, width: int) -> RenderableType:
             _panel("Open leases, failures", _leases(frame, inner, _PANEL_LINES)),
         )
         return grid
+    moved, tokens = _moved(frame, width)[:2], _tokens(frame, width)[:2]
+    title = f"KV moved, {frame.transfers_per_s:.1f} transfers/s"
+    if height < LOW:
+        return Group(_rule(title, width), *moved, tokens[0], *_leases(frame, width, 1)[:1])
+    leases = _leases(frame, width, 2)
     return Group(
-        _rule(f"KV moved, {frame.transfers_per_s:.1f} transfers/s", width),
-        *_moved(frame, width)[:2],
-        _rule("Prompt tokens", width),
-        *_tokens(frame, width)[:2],
-        _rule("Open leases, failures", width),
-        *_leases(frame, width, 3),
+        _rule(title, width),
+        *moved,
+        _rule("Prompt tokens, open leases, failures", width),
+        *tokens,
+        *leases[:2],
     )
 
 
