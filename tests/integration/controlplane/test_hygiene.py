@@ -21,6 +21,7 @@ from kvshuttle.v1 import cluster_service_pb2 as workers
 from kvshuttle.v1 import lease_service_pb2 as leases
 from kvshuttle.v1 import session_service_pb2 as sessions
 from kvshuttle.v1 import types_pb2 as types
+from kvshuttle.v1.session_service_pb2_grpc import SessionServiceStub
 from tests.integration.controlplane.agent import hashes
 from tests.integration.controlplane.conftest import Cluster, T, eventually
 from tests.integration.controlplane.status import details, reason
@@ -367,6 +368,45 @@ async def test_an_agent_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
         beating.cancel()
         await asyncio.gather(beating, return_exceptions=True)
         stream.cancel()
+    finally:
+        await small.close()
+        await cluster.stop()
+
+
+async def test_a_gateway_that_reads_no_answers_is_let_go(tmp_path: Path, limits: Limits) -> None:
+    own = dataclasses.replace(limits, stream_stall_ns=2_000 * MS, turns_per_tenant=99_999)
+    cluster = Cluster(tmp_path, own)
+    await cluster.start()
+    small = grpc.aio.insecure_channel(
+        cluster.server.addresses.api,
+        options=(("grpc.http2.bdp_probe", 0), ("grpc.http2.lookahead_bytes", 65_535)),
+    )
+    try:
+        await cluster.pair()
+        stub: Any = SessionServiceStub(small)
+        stream = stub.Turns(timeout=60)
+        refused = sessions.TurnOperation(begin=sessions.BeginTurnRequest(session_id="x" * 300))
+        asked = sessions.TurnsRequest(operations=[refused] * 1_000)
+
+        async def ask() -> None:
+            with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
+                while True:
+                    await stream.write(asked)
+
+        asking = asyncio.create_task(ask())
+        assert cluster.server._turns is not None
+        streams = cluster.server._turns._streams
+
+        async def count() -> int:
+            return len(streams)
+
+        await eventually(count, lambda n: n == 1)
+        await eventually(count, lambda n: n == 0, seconds=30)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        # Others are served as before.
+        turn = await cluster.begin()
+        await cluster.end(turn.turn.turn)
     finally:
         await small.close()
         await cluster.stop()

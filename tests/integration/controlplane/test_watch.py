@@ -184,7 +184,7 @@ async def many_sessions(cluster: Cluster, count: int) -> None:
 
 async def test_a_reader_that_takes_nothing_is_let_go(tmp_path: Path) -> None:
     limits = dataclasses.replace(
-        Limits(), watch_stall_ns=2_000 * MS, silence_ns=60 * 1_000 * MS, turns_per_tenant=9_999
+        Limits(), stream_stall_ns=2_000 * MS, silence_ns=60 * 1_000 * MS, turns_per_tenant=9_999
     )
     limits = dataclasses.replace(limits, turns_per_worker=99_999)
     cluster = Cluster(tmp_path, limits)

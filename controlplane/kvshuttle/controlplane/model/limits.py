@@ -217,6 +217,9 @@ class Limits:
     calls_max: int = 10_000
     """Calls at once on one listener; more are refused with RESOURCE_EXHAUSTED. At 0.3 ms a call
     this many are three seconds of work already."""
+    stream_stall_ns: int = 60 * SECOND
+    """A reader of a stream that takes nothing for so long is let go: six progress messages' time.
+    For agents it is `silence_ns`."""
     handshake_timeout_ns: int = 10 * SECOND
     """A connection that has not said that it speaks HTTP/2 (and TLS) by then is closed."""
     connection_idle_ns: int = 300 * SECOND
@@ -230,8 +233,6 @@ class Limits:
     watches_max: int = 512
     watches_per_tenant: int = 64
     """Each costs its buffer and, at its start, a look at all objects."""
-    watch_stall_ns: int = 60 * SECOND
-    """A reader that takes nothing for so long is let go; six progress messages' time."""
     watch_progress_ns: int = 10 * SECOND
     snapshot_piece: int = 100
     """Objects in one message of a snapshot: some milliseconds of work, in which nothing is granted,

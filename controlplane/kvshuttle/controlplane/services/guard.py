@@ -128,16 +128,21 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]
             inner = handler.unary_stream or handler.stream_stream
 
             async def stream(request: Any, context: Any) -> AsyncIterator[Any]:
+                pace = _Pace(self._limits.stream_stall_ns / 1e9, method)
                 try:
                     enter(context)
                     request = _checked(request) if handler.unary_stream else _each(request)
                     async for message in inner(request, context):
+                        pace.since = pace.now()
                         yield message
+                        pace.since = 0.0
                 except (asyncio.CancelledError, GeneratorExit, grpc.aio.AbortError):
                     raise
                 except Exception as error:
                     failed(error)
                     await abort(context, error)
+                finally:
+                    pace.close()
 
             field = "unary_stream" if handler.unary_stream else "stream_stream"
             return _replace(handler, field, stream)
@@ -192,6 +197,33 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]
         raise UnauthenticatedError(
             "present a client certificate with a kvshuttle:// URI, or a bearer token"
         )
+
+
+class _Pace:
+    """Cancels a stream whose reader takes nothing for too long: flow control would hold the call,
+    and what waits for it, for ever. Looks now and then instead of setting a timer a message."""
+
+    def __init__(self, stall_s: float, method: str) -> None:
+        self._stall_s = stall_s
+        self._method = method
+        self._loop = asyncio.get_running_loop()
+        self._task = asyncio.current_task()
+        self.now = self._loop.time
+        # Since when a message waits to be taken; 0 while none does.
+        self.since = 0.0
+        self._timer = self._loop.call_later(stall_s / 4, self._look)
+
+    def _look(self) -> None:
+        if self.since and self.now() - self.since > self._stall_s:
+            log.warning("stream_stalled", method=self._method, seconds=self._stall_s)
+            if self._task is not None:
+                self._task.cancel()
+            return
+        self._timer = self._loop.call_later(self._stall_s / 4, self._look)
+
+    def close(self) -> None:
+        """The stream has ended."""
+        self._timer.cancel()
 
 
 class _Malformed:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 from contextlib import aclosing
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-
-import structlog
 
 from kvshuttle.controlplane.model.effects import (
     LeaseChange,
@@ -16,7 +13,7 @@ from kvshuttle.controlplane.model.effects import (
     SessionDropped,
 )
 from kvshuttle.controlplane.services.convert import lease_out, session_out
-from kvshuttle.controlplane.services.guard import caller, tenant_or_all
+from kvshuttle.controlplane.services.guard import tenant_or_all
 from kvshuttle.controlplane.services.watch import Changed, Piece, Source, Wish, token
 from kvshuttle.v1 import lease_service_pb2 as leases
 from kvshuttle.v1 import session_service_pb2 as sessions
@@ -29,8 +26,6 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.services.watch import Hub
 
 __all__ = ["LEASES", "SESSIONS", "Wire", "watch"]
-
-log = structlog.get_logger("kvshuttle.controlplane.watch")
 
 C = TypeVar("C", SessionChange | SessionDropped, LeaseChange | LeaseDropped)
 
@@ -86,29 +81,12 @@ async def watch(
     checks: Checks,
     request: sessions.WatchSessionsRequest | leases.WatchLeasesRequest,
 ) -> AsyncIterator[Any]:
-    """The messages of one watch, for the tenant that the caller may see. A reader that takes none
-    for `Limits.watch_stall_ns` is let go: flow control would hold its call, and what waits for it,
-    for ever."""
-    limits = checks.limits
-    wanted = checks.text("session_id", request.session_id, limits.session_id_chars)
+    """The messages of one watch, for the tenant that the caller may see."""
+    wanted = checks.text("session_id", request.session_id, checks.limits.session_id_chars)
     wish = Wish(tenant_or_all(), wanted or None)
-    who = caller().name
-    loop, task = asyncio.get_running_loop(), asyncio.current_task()
-    assert task is not None
-
-    def stalled() -> None:
-        log.warning(
-            "watch_stalled", kind=wire.field, caller=who, seconds=limits.watch_stall_ns / 1e9
-        )
-        task.cancel()
-
     async with aclosing(hub.watch(request.resume_token, wish, source, runtime.settled)) as events:
         async for event in events:
-            timer = loop.call_later(limits.watch_stall_ns / 1e9, stalled)
-            try:
-                yield _message(wire, event, runtime)
-            finally:
-                timer.cancel()
+            yield _message(wire, event, runtime)
 
 
 def _message(wire: Wire[C], event: Any, runtime: Runtime) -> Any:
