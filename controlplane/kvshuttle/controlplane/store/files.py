@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 import stat
 import struct
-from operator import mul
 from pathlib import Path
+
+import numpy as np
 
 from kvshuttle.controlplane.store.base import StoreDamagedError, StoreError, StoreFutureError
 
@@ -126,27 +127,27 @@ def check_version(path: Path, version: int, newest: int) -> None:
 
 class _Sums:
     """SQLite's log checksum, over 32-bit words in pairs: s1 += x + s2, s2 += y + s1. As a linear
-    recurrence it is two sums of the words weighted with Fibonacci numbers, which Python does
-    twenty times faster than the loop."""
+    recurrence it is two sums of the words weighted with Fibonacci numbers, modulo 2^32."""
 
     def __init__(self, byte_order: str, most_words: int) -> None:
-        self._order = byte_order
+        self._type = np.dtype(f"{byte_order}u4")
         numbers = [0, 1]
         while len(numbers) < most_words + 2:
             numbers.append((numbers[-1] + numbers[-2]) & _MASK)
         self._numbers = numbers
-        self._low = numbers[:most_words][::-1]
-        self._high = numbers[1 : most_words + 1][::-1]
+        weights = np.array(numbers[::-1], np.uint64)
+        self._high, self._low = weights[1:-1], weights[2:]
 
     def after(self, before: tuple[int, int], data: bytes) -> tuple[int, int]:
         """The sums after `data`, whose length is a multiple of 8."""
-        count = len(data) // 4
-        words = struct.unpack(f"{self._order}{count}I", data)
+        # 64-bit sums wrap, which changes nothing modulo 2^32.
+        words = np.frombuffer(data, self._type).astype(np.uint64)
+        count = len(words)
         f, (s1, s2) = self._numbers, before
         low, high = self._low[-count:], self._high[-count:]
         return (
-            (f[count - 1] * s1 + f[count] * s2 + sum(map(mul, words, low))) & _MASK,
-            (f[count] * s1 + f[count + 1] * s2 + sum(map(mul, words, high))) & _MASK,
+            (f[count - 1] * s1 + f[count] * s2 + int(words @ low)) & _MASK,
+            (f[count] * s1 + f[count + 1] * s2 + int(words @ high)) & _MASK,
         )
 
 
