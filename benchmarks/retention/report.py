@@ -200,6 +200,7 @@ def draw(rows: list[Row], path: Path) -> None:
         title="By pressure (shaded: in the medians)",
     )
     last.grid(visible=True, alpha=0.25)
-    last.legend(frameon=False)
+    last.legend(frameon=False, loc="upper left", bbox_to_anchor=(0.07, 1.0))
+    last.set_ylim(-8, 100)
     figure.savefig(path, dpi=120)
     plt.close(figure)

@@ -269,7 +269,9 @@ class SessionHints(_message.Message):
     """How much the operator gains if this session's KV survives."""
     @_builtins.property
     def expected_idle(self) -> _duration_pb2.Duration:
-        """How long until the next turn, for example while a tool runs."""
+        """How long until the next turn, for example while a tool runs; counted from when it is said, and
+        over when the next turn begins.
+        """
 
     def __init__(
         self,
