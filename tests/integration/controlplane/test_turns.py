@@ -225,6 +225,30 @@ async def test_hints_change_how_long_decode_holds(cluster: Cluster) -> None:
     assert (retain.head_hash, retain.retention.seconds) == (CHAIN[11], 2_000)
 
 
+async def test_a_worker_that_holds_too_much_is_told_to_trim(cluster: Cluster) -> None:
+    prefill, decode = await cluster.pair()
+    await first_turn(cluster, prefill, decode)
+    pool = workers.PoolStats(total_blocks=100, free_blocks=50, held_blocks=80)
+    await decode.beat(2_000, pool=pool)
+    trim = await decode.told("retain_replica")
+    assert (trim.head_hash, trim.keep_blocks) == (CHAIN[11], 7)
+    assert trim.retention.seconds > 0
+    await decode.say(
+        replica_changed=agents.ReplicaChanged(
+            tenant="default",
+            session_id="s",
+            head_hash=CHAIN[11],
+            state=sessions.REPLICA_STATE_HARD,
+            num_blocks=7,
+            reason="TRIMMED",
+        )
+    )
+    await eventually(
+        cluster.session,
+        lambda s: [r.num_blocks for r in s.replicas if r.worker == decode.ref] == [7],
+    )
+
+
 async def test_policy_and_exclusion(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     await first_turn(cluster, prefill, decode)

@@ -165,7 +165,7 @@ class Limits:
     free_share_relief: float = 0.10
     """Below this share of free blocks replicas turn soft too: running requests have taken what
     holds had left, and go first. Above `free_share_min`, so that leases need not stop."""
-    relief_candidates: int = 512
+    relief_candidates: int = 256
     """Sessions of a worker that are compared at once: some ms."""
     relief_settle_ns: int = 2 * SECOND
     """After replicas of a worker were turned soft its heartbeats need this long to show it."""
