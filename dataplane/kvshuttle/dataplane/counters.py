@@ -20,14 +20,18 @@ class Counters:
         self._returned_tokens = 0
         self._computed_tokens = 0
         self._local_hit_tokens = 0
+        self._eager_tokens = 0
         self._fallbacks: Counter[str] = Counter()
 
-    def transfer(self, *, is_return: bool, bytes_moved: int, tokens: int) -> None:
-        """A transfer was published."""
+    def transfer(
+        self, *, is_return: bool, bytes_moved: int, tokens: int, eager: bool = False
+    ) -> None:
+        """A transfer was published; `eager`: no request waited for it."""
         self._transfers += 1
         if is_return:
             self._return_bytes += bytes_moved
             self._returned_tokens += tokens
+            self._eager_tokens += tokens if eager else 0
         else:
             self._forward_bytes += bytes_moved
             self._forward_tokens += tokens
@@ -51,5 +55,6 @@ class Counters:
             returned_tokens=self._returned_tokens,
             computed_tokens=self._computed_tokens,
             local_hit_tokens=self._local_hit_tokens,
+            eager_tokens=self._eager_tokens,
             fallbacks=dict(self._fallbacks),
         )

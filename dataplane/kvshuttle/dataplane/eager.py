@@ -313,6 +313,7 @@ class EagerSide:
                 is_return=True,
                 bytes_moved=job.bytes_moved,
                 tokens=job.blocks * self.block_size,
+                eager=True,
             )
         elif job.revoked:
             stopped.outcome = agent_pb2.TRANSFER_OUTCOME_REVOKED

@@ -93,7 +93,8 @@ def test_it_lands_in_the_cache_and_is_let_go(bench: Bench) -> None:
     (stopped,) = bench.out.take("stopped")
     assert stopped.outcome == PUBLISHED
     assert (stopped.stats.blocks, stopped.stats.bytes) == (6, 6_000)
-    assert bench.agent.counters.snapshot().returned_tokens == 6 * BLOCK
+    counted = bench.agent.counters.snapshot()
+    assert (counted.returned_tokens, counted.eager_tokens) == (6 * BLOCK, 6 * BLOCK)
 
 
 def test_only_what_is_missing_is_read(bench: Bench) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from click.shell_completion import CompletionItem
 
-from kvshuttle.cli.options import Options
+from kvshuttle.cli.options import DEFAULT_TIMEOUT_S, Options
 from kvshuttle.client import AsyncClient, KVShuttleError
 
 if TYPE_CHECKING:
@@ -50,11 +50,13 @@ def _complete(
     incomplete: str,
 ) -> list[CompletionItem]:
     options = ctx.find_object(Options) or Options()
-    options.timeout = TIMEOUT_S
+    # Unless somebody said how long to wait.
+    if options.timeout == DEFAULT_TIMEOUT_S:
+        options.timeout = TIMEOUT_S
 
     async def run() -> list[str]:
         found: list[str] = []
-        async with asyncio.timeout(TIMEOUT_S):
+        async with asyncio.timeout(options.timeout):
             async with AsyncClient(options.target, options.client_options()) as client:
                 async for name in names(client):
                     if name.startswith(incomplete):

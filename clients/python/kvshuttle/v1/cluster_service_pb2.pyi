@@ -168,6 +168,7 @@ class WorkerCounters(_message.Message):
     COMPUTED_TOKENS_FIELD_NUMBER: _builtins.int
     LOCAL_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     FALLBACKS_FIELD_NUMBER: _builtins.int
+    EAGER_TOKENS_FIELD_NUMBER: _builtins.int
     transfers_completed: _builtins.int
     """Transfers read by this worker that were published."""
     forward_bytes: _builtins.int
@@ -182,6 +183,10 @@ class WorkerCounters(_message.Message):
     """Prompt tokens that it computed in legs of turns."""
     local_hit_tokens: _builtins.int
     """Prompt tokens that it found in its own prefix cache in legs of turns."""
+    eager_tokens: _builtins.int
+    """Those of `returned_tokens` that were brought ahead of any request. A leg that uses them counts
+    them again, as found in the cache.
+    """
     @_builtins.property
     def fallbacks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """How often a leg recomputed although a transfer was hoped for, by reason."""
@@ -197,10 +202,11 @@ class WorkerCounters(_message.Message):
         computed_tokens: _builtins.int = ...,
         local_hit_tokens: _builtins.int = ...,
         fallbacks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        eager_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "fallbacks", b"fallbacks", "forward_bytes", b"forward_bytes", "forward_tokens", b"forward_tokens", "local_hit_tokens", b"local_hit_tokens", "return_bytes", b"return_bytes", "returned_tokens", b"returned_tokens", "transfers_completed", b"transfers_completed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "eager_tokens", b"eager_tokens", "fallbacks", b"fallbacks", "forward_bytes", b"forward_bytes", "forward_tokens", b"forward_tokens", "local_hit_tokens", b"local_hit_tokens", "return_bytes", b"return_bytes", "returned_tokens", b"returned_tokens", "transfers_completed", b"transfers_completed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

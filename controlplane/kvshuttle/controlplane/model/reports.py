@@ -57,6 +57,7 @@ class Counters(Struct, frozen=True, gc=False):
     returned_tokens: int = 0
     computed_tokens: int = 0
     local_hit_tokens: int = 0
+    eager_tokens: int = 0
     fallbacks: tuple[tuple[str, int], ...] = ()
 
 

@@ -202,6 +202,7 @@ def worker_out(worker: Worker, prefill_rate: float) -> cluster.Worker:
             returned_tokens=counters.returned_tokens,
             computed_tokens=counters.computed_tokens,
             local_hit_tokens=counters.local_hit_tokens,
+            eager_tokens=counters.eager_tokens,
             fallbacks=dict(counters.fallbacks),
         ),
         register_time=timestamp(worker.register_ns),

@@ -145,6 +145,7 @@ def heartbeat_in(message: pb.AgentHeartbeat) -> Heartbeat:
             returned_tokens=counters.returned_tokens,
             computed_tokens=counters.computed_tokens,
             local_hit_tokens=counters.local_hit_tokens,
+            eager_tokens=counters.eager_tokens,
             fallbacks=tuple(
                 (_word(reason), count)
                 for reason, count in sorted(counters.fallbacks.items())[:FALLBACK_REASONS]

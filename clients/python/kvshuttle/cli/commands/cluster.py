@@ -46,6 +46,7 @@ def totals(workers: Sequence[pb.Worker]) -> dict[str, int]:
         "return_bytes",
         "forward_tokens",
         "returned_tokens",
+        "eager_tokens",
         "computed_tokens",
         "local_hit_tokens",
     ]
@@ -57,11 +58,14 @@ def totals(workers: Sequence[pb.Worker]) -> dict[str, int]:
 def prompt_tokens(workers: Sequence[pb.Worker]) -> dict[str, int]:
     """Where the prompts' tokens of prefill came from.
 
-    Forward tokens are left out: they are the same prompts, seen again by decode.
+    Forward tokens are left out: they are the same prompts, seen again by decode. What was brought
+    ahead of a request is not counted as returned, but as found in the cache by who used it.
     """
     prefills = [one for one in workers if word(one, "role") != "decode"] or list(workers)
     return {
-        "returned": sum(one.counters.returned_tokens for one in prefills),
+        "returned": sum(
+            max(0, one.counters.returned_tokens - one.counters.eager_tokens) for one in prefills
+        ),
         "local": sum(one.counters.local_hit_tokens for one in prefills),
         "computed": sum(one.counters.computed_tokens for one in prefills),
     }
@@ -140,8 +144,9 @@ def _status_table(
     grid.add_row(
         "KV moved",
         literal(
-            f"{human.size(sums['return_bytes'])} returned, "
-            f"{human.size(sums['forward_bytes'])} forwarded, in "
+            f"{human.size(sums['return_bytes'])} returned "
+            f"({human.short(sums['eager_tokens'])} of {human.short(sums['returned_tokens'])} "
+            f"tokens ahead of their turns), {human.size(sums['forward_bytes'])} forwarded, in "
             f"{human.count(sums['transfers_completed'])} transfers; "
             f"{human.count(sums['fallbacks'])} legs recomputed instead"
         ),
@@ -151,8 +156,9 @@ def _status_table(
     grid.add_row(
         "Prompt tokens",
         literal(
-            ", ".join(f"{human.share(n, whole)} {name}" for name, n in tokens.items())
-            + f" of {human.short(whole)}"
+            f"{human.share(tokens['returned'], whole)} returned while the request waited, "
+            f"{human.share(tokens['local'], whole)} found in the cache, "
+            f"{human.share(tokens['computed'], whole)} computed, of {human.short(whole)}"
             if whole
             else "none yet"
         ),

@@ -50,6 +50,11 @@ def way(lease: pb.Lease) -> Text:
     return Text.assemble(word(lease, "direction"), (" eager" if lease.eager else "", "dim"))
 
 
+def wait_s(lease: pb.Lease) -> float:
+    """How long a request waited for it; no request waits for an eager one."""
+    return 0.0 if lease.eager else seconds(lease.stats.wait_time)
+
+
 def lease_rows(leases: Sequence[pb.Lease], *, with_session: bool = True) -> Rows:
     """Leases in any state."""
     rows = Rows(
@@ -72,7 +77,7 @@ def lease_rows(leases: Sequence[pb.Lease], *, with_session: bool = True) -> Rows
     at = human.now()
     for one in leases:
         blocks = one.stats.blocks or (one.range.end - one.range.start)
-        wait = seconds(one.stats.wait_time)
+        wait = wait_s(one)
         rows.add(
             literal(one.lease_id),
             *([literal(one.session_id)] if with_session else ()),
@@ -264,7 +269,7 @@ def transfers(
     at = human.now()
     for one in found:
         stats = one.stats
-        took, wait = seconds(stats.transfer_time), seconds(stats.wait_time)
+        took, wait = seconds(stats.transfer_time), wait_s(one)
         rows.add(
             human.age(one.end_time, at) + " ago",
             literal(one.session_id),
@@ -297,7 +302,7 @@ def _rate(one: pb.Lease) -> float | None:
 def _summary(found: Sequence[pb.Lease]) -> dict[str, Any]:
     """Over those that are shown."""
     rates = [rate for one in found if (rate := _rate(one)) is not None]
-    waits = [wait for one in found if (wait := seconds(one.stats.wait_time))]
+    waits = [wait for one in found if (wait := wait_s(one))]
     return {
         "transfers": len(found),
         "bytes": sum(one.stats.bytes for one in found),

@@ -31,18 +31,19 @@ _HEAD_LINES, _FOOTER_LINES = 2, 1
 INTERVALS_S = (0.5, 1.0, 2.0, 5.0, 10.0)
 
 _HELP = """[b]Keys[/b]
-  q            quit
-  s, S         sort by the next column, by the one before
-  r            the other way round
-  p, space     hold the picture, and go on
-  +, -         read more often, more rarely
+  q              quit
+  s, S           sort by the next column, by the one before
+  r              the other way round
+  p, space       hold the picture, and go on
+  +, -           read more often, more rarely
   ↑ ↓ PgUp PgDn  scroll the workers
-  ?            this; any key closes it
+  ?              this; any key closes it
 
 [b]What it shows[/b]
   KV moved       bytes a second, counted by NIXL; one column of the curve a reading
   Prompt tokens  of prefill, in the last 30 s and since the engines started:
-                 returned by decode, found in prefill's own cache, computed
+                 returned while the request waited, found in prefill's own cache
+                 (what was brought ahead of the request among it), computed
   Failures       legs that recomputed although a transfer was hoped for;
                  a red +n is new in the last 30 s. kvshuttle explain SESSION says more
   Pools          """

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvshuttle.cli import human
-from kvshuttle.cli.commands.leases import route, way
+from kvshuttle.cli.commands.leases import route, wait_s, way
 from kvshuttle.cli.output import GAP, Column, Rows, literal
 from kvshuttle.cli.pool import bar, legend, shares
 from kvshuttle.cli.reasons import reason
@@ -170,7 +170,7 @@ def recent(frame: Frame, width: int) -> RenderableType:
     )
     for one in frame.sample.ended:
         stats = one.stats
-        wait = seconds(one.stats.wait_time)
+        wait = wait_s(one)
         rows.add(
             Text(human.clock_time(one.end_time), style="dim"),
             literal(one.session_id),
