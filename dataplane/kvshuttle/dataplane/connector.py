@@ -183,6 +183,12 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._pool.before_reset(self._let_go)
         self._link.start(self._agent)
 
+    def on_new_request(self, request: Request) -> None:
+        """vLLM has queued a request: what it may read under must not run out meanwhile."""
+        key = leg_of_params(request.kv_transfer_params)
+        if self._agent is not None and key is not None:
+            self._agent.arrived(request.request_id, key)
+
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:

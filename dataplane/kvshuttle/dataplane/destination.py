@@ -85,6 +85,8 @@ class DestinationSide:
         self._looked: dict[str, int] = {}
         self._matches: dict[str, Match] = {}
         self._why_not: dict[str, str] = {}
+        # Requests that vLLM has and that have not been settled, by leg.
+        self._queued: dict[LegKey, str] = {}
         self._eager = eager
         # Shared with the eager side.
         self._peers = eager.peers
@@ -140,7 +142,8 @@ class DestinationSide:
 
     def revoke(self, lease_id: str, reason: str, token: str = "") -> None:
         """Stops a lease: an unused one now, a running one as soon as NIXL lets go."""
-        self._turns.refuse_lease(lease_id, reason or "REVOKED")
+        if lease_id:  # without one, it is the turn alone that is told
+            self._turns.refuse_lease(lease_id, reason or "REVOKED")
         if token:
             self._turns.refuse(token, reason or "REVOKED")
         grant = self._grants.get(lease_id)
@@ -174,6 +177,10 @@ class DestinationSide:
                 self.revoke(grant.lease_id, "PEER_FENCED", grant.token)
 
     # Hooks.
+
+    def arrived(self, request_id: str, key: LegKey) -> None:
+        """vLLM has a leg's request and will look for it when its turn in the queue comes."""
+        self._queued.setdefault(key, request_id)
 
     def look(
         self,
@@ -248,6 +255,7 @@ class DestinationSide:
     ) -> None:
         """vLLM has allocated: ``num_tokens`` are to be loaded; 0: the request runs without."""
         leg = self._turns.find(key)
+        self._unqueue(request_id, key)
         match = self._matches.pop(request_id, None)
         looked = self._looked.pop(request_id, self._clock())
         if request_id in self._loads:
@@ -305,6 +313,7 @@ class DestinationSide:
 
     def request_gone(self, request_id: str, key: LegKey) -> int:
         """The request has finished or was aborted. Returns the tokens that a load spared it."""
+        self._unqueue(request_id, key)
         self._looked.pop(request_id, None)
         self._matches.pop(request_id, None)
         self._why_not.pop(request_id, None)
@@ -400,9 +409,20 @@ class DestinationSide:
     # Inside.
 
     def _needed(self) -> list[Grant]:
-        """Grants that a request reads under, or would as soon as vLLM has blocks for it."""
-        reading = [load.grant for load in self._loads.values() if load.ranks_left]
-        return reading + [match.grant for match in self._matches.values()]
+        """Grants that a request reads under, or may as soon as its turn in vLLM's queue comes and
+        vLLM has blocks for it."""
+        needed = [load.grant for load in self._loads.values() if load.ranks_left]
+        needed += [match.grant for match in self._matches.values()]
+        for key, request_id in self._queued.items():
+            grant = self._by_leg.get(key)
+            looked = request_id in self._matches or request_id in self._why_not
+            if grant is not None and not grant.request_id and not looked:
+                needed.append(grant)
+        return needed
+
+    def _unqueue(self, request_id: str, key: LegKey) -> None:
+        if self._queued.get(key) == request_id:
+            del self._queued[key]
 
     def _no(self, request_id: str, reason: str) -> int:
         self._matches.pop(request_id, None)

@@ -196,6 +196,10 @@ class SchedulerAgent:
                 _log.exception("inbox_item_failed", item=type(item).__name__)
                 self.counters.fallback("AGENT_ERROR")
 
+    def arrived(self, request_id: str, key: LegKey) -> None:
+        """vLLM has queued a request of a turn."""
+        self.destination.arrived(request_id, key)
+
     def look(
         self,
         request_id: str,

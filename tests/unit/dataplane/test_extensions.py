@@ -6,7 +6,7 @@ import pytest
 
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS
-from kvshuttle.dataplane.scheduler import Tick
+from kvshuttle.dataplane.scheduler import FinishedRequest, Tick
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from tests.unit.dataplane.test_scheduler_side import BLOCK, DECODE, PREFILL, Bench, chain
 
@@ -69,6 +69,38 @@ def test_a_match_that_waits_for_blocks_asks_too_and_a_grant_that_nobody_uses_doe
     assert bench.look(chain(6)) == 4 * BLOCK
     tick(bench)
     assert asked(bench) == [(5, [7])]
+
+
+def test_a_request_in_a_deep_queue_does_not_lose_its_lease(bench: Bench) -> None:
+    bench.expect(PREFILL, "l1")
+    bench.agent.arrived("r", ("t", PREFILL))
+    bench.grant(chain(4), ttl=30, seq=7)
+    assert bench.agent.next_deadline() == bench.clock() + 15 * NS
+    tick(bench, 15)
+    assert asked(bench) == [(5, [7])]
+    extend(bench, 7, is_source=False)
+    tick(bench, 20)  # past the first deadline
+    assert asked(bench) == [(5, [7])]
+    assert bench.look(chain(6)) == 4 * BLOCK
+
+
+@pytest.mark.parametrize("how", ["aborted", "settled", "another"])
+def test_nothing_is_asked_for_a_request_that_will_not_read(bench: Bench, how: str) -> None:
+    bench.expect(PREFILL, "l1")
+    bench.agent.arrived("r", ("t", PREFILL))
+    bench.agent.arrived("r2", ("t", PREFILL))  # a child of n > 1
+    bench.grant(chain(4), ttl=30, seq=7)
+    if how == "aborted":
+        bench.agent.finished(("t", PREFILL), FinishedRequest("r", (), (), 0, True))
+    elif how == "settled":
+        assert bench.look(chain(4), computed=4 * BLOCK) == 0
+        bench.agent.allocated("r", ("t", PREFILL), range(20, 25), 0)
+    else:
+        bench.agent.finished(("t", PREFILL), FinishedRequest("r2", (), (), 0, True))
+    tick(bench, 16)
+    # A sibling that goes is not the one that waits.
+    still = how == "another" and not bench.out.take("stopped")
+    assert asked(bench) == ([(5, [7])] if still else [])
 
 
 def test_a_control_plane_that_numbers_no_leases_is_not_asked(bench: Bench) -> None:

@@ -185,6 +185,24 @@ def test_a_revoke_before_the_grant_ends_the_wait(bench: Bench) -> None:
     assert bench.look(chain(4)) == 0
 
 
+def test_a_lease_that_was_denied_to_one_turn_is_not_denied_to_others(bench: Bench) -> None:
+    for token in ("t1", "t2"):
+        expect = agent_pb2.ExpectTurn(
+            turn_token=token, tenant="acme", session_id=token, turn=1, leg=DECODE,
+            lease_follows=True,
+        )  # fmt: skip
+        expect.lookup_wait.FromMilliseconds(300)
+        bench.obey(expect_turn=expect)
+    # There is no lease that it could name.
+    bench.obey(revoke=agent_pb2.Revoke(turn_token="t1", reason="TENANT_BUDGET"))
+    looks = [
+        bench.agent.look(f"r-{token}", (token, DECODE), chain(4), 4 * BLOCK + 5, 0)
+        for token in ("t1", "t2")
+    ]
+    assert looks == [0, None]
+    assert bench.out.take("stopped") == []
+
+
 def test_a_short_prompt_does_not_wait_for_a_lease_that_it_would_not_use(bench: Bench) -> None:
     bench.expect(PREFILL, "l1", min_tokens=64)
     assert bench.look(chain(1)) == 0
