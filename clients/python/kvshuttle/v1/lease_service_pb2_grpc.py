@@ -82,7 +82,8 @@ class LeaseServiceServicer:
 
     def RenewLease(self, request, context):
         """Extends a lease that is granted or active: the source first, then the destination.
-        FAILED_PRECONDITION (LEASE_ENDED) when it has ended.
+        FAILED_PRECONDITION (LEASE_ENDED) when it has ended; RESOURCE_EXHAUSTED when the source is short
+        of blocks or the tenant has more of them than it may.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -97,7 +98,8 @@ class LeaseServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchLeases(self, request, context):
-        """One snapshot of the open leases, then every change once, in order.
+        """One snapshot of the open leases, then every change once, in order. That leases were extended
+        because their destination needs them longer (`ttl` grows) is not told.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,14 +39,17 @@ class LeaseServiceStub:
     """Lists leases, newest first. Ended leases stay listed for a while."""
     RenewLease: _grpc.UnaryUnaryMultiCallable[_lease_service_pb2.RenewLeaseRequest, _lease_service_pb2.RenewLeaseResponse]
     """Extends a lease that is granted or active: the source first, then the destination.
-    FAILED_PRECONDITION (LEASE_ENDED) when it has ended.
+    FAILED_PRECONDITION (LEASE_ENDED) when it has ended; RESOURCE_EXHAUSTED when the source is short
+    of blocks or the tenant has more of them than it may.
     """
     RevokeLease: _grpc.UnaryUnaryMultiCallable[_lease_service_pb2.RevokeLeaseRequest, _lease_service_pb2.RevokeLeaseResponse]
     """Stops a lease. The destination is told to stop; the source keeps the blocks until the
     destination has confirmed or the deadline has passed.
     """
     WatchLeases: _grpc.UnaryStreamMultiCallable[_lease_service_pb2.WatchLeasesRequest, _lease_service_pb2.WatchLeasesResponse]
-    """One snapshot of the open leases, then every change once, in order."""
+    """One snapshot of the open leases, then every change once, in order. That leases were extended
+    because their destination needs them longer (`ttl` grows) is not told.
+    """
 
 @_typing.type_check_only
 class LeaseServiceAsyncStub(LeaseServiceStub):
@@ -59,14 +62,17 @@ class LeaseServiceAsyncStub(LeaseServiceStub):
     """Lists leases, newest first. Ended leases stay listed for a while."""
     RenewLease: _aio.UnaryUnaryMultiCallable[_lease_service_pb2.RenewLeaseRequest, _lease_service_pb2.RenewLeaseResponse]  # type: ignore[assignment]
     """Extends a lease that is granted or active: the source first, then the destination.
-    FAILED_PRECONDITION (LEASE_ENDED) when it has ended.
+    FAILED_PRECONDITION (LEASE_ENDED) when it has ended; RESOURCE_EXHAUSTED when the source is short
+    of blocks or the tenant has more of them than it may.
     """
     RevokeLease: _aio.UnaryUnaryMultiCallable[_lease_service_pb2.RevokeLeaseRequest, _lease_service_pb2.RevokeLeaseResponse]  # type: ignore[assignment]
     """Stops a lease. The destination is told to stop; the source keeps the blocks until the
     destination has confirmed or the deadline has passed.
     """
     WatchLeases: _aio.UnaryStreamMultiCallable[_lease_service_pb2.WatchLeasesRequest, _lease_service_pb2.WatchLeasesResponse]  # type: ignore[assignment]
-    """One snapshot of the open leases, then every change once, in order."""
+    """One snapshot of the open leases, then every change once, in order. That leases were extended
+    because their destination needs them longer (`ttl` grows) is not told.
+    """
 
 class LeaseServiceServicer(metaclass=_abc_1.ABCMeta):
     """Shows and ends the rights to move KV. Leases are made by BeginTurn and by the planner only."""
@@ -94,7 +100,8 @@ class LeaseServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_lease_service_pb2.RenewLeaseResponse, _abc.Awaitable[_lease_service_pb2.RenewLeaseResponse]]:
         """Extends a lease that is granted or active: the source first, then the destination.
-        FAILED_PRECONDITION (LEASE_ENDED) when it has ended.
+        FAILED_PRECONDITION (LEASE_ENDED) when it has ended; RESOURCE_EXHAUSTED when the source is short
+        of blocks or the tenant has more of them than it may.
         """
 
     @_abc_1.abstractmethod
@@ -113,6 +120,8 @@ class LeaseServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _lease_service_pb2.WatchLeasesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_lease_service_pb2.WatchLeasesResponse], _abc.AsyncIterator[_lease_service_pb2.WatchLeasesResponse]]:
-        """One snapshot of the open leases, then every change once, in order."""
+        """One snapshot of the open leases, then every change once, in order. That leases were extended
+        because their destination needs them longer (`ttl` grows) is not told.
+        """
 
 def add_LeaseServiceServicer_to_server(servicer: LeaseServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -207,7 +207,9 @@ class Plan(_message.Message):
     """How the KV of earlier turns reaches prefill."""
     reason: _builtins.str
     """One word that explains `return_mode`, in the style of ErrorInfo reasons: for example
-    CHEAPER_TO_MOVE, CHEAPER_TO_RECOMPUTE, NO_REPLICA, POLICY_NEVER, WORKER_LOST, SAME_WORKER.
+    CHEAPER_TO_MOVE, CHEAPER_TO_RECOMPUTE, NO_REPLICA, POLICY_NEVER, WORKER_LOST, SAME_WORKER,
+    and for a budget TENANT_BUDGET, FAIR_SHARE, WORKER_BUDGET, WORKER_WATERMARK,
+    DESTINATION_QUARANTINE.
     """
     reusable_tokens: _builtins.int
     """Tokens that could be reused: the length of the source's replica."""

@@ -88,7 +88,9 @@ class SessionServiceServicer:
     def BeginTurn(self, request, context):
         """Says where a turn runs and starts the return of what decode still holds. It answers at once:
         the return goes on while the prefill request is on its way. Creates the session if it is new.
-        NOT_FOUND is never returned; UNAVAILABLE (NO_WORKER) when no live worker can take the turn.
+        NOT_FOUND is never returned; UNAVAILABLE (NO_WORKER) when no live worker can take the turn;
+        RESOURCE_EXHAUSTED when the tenant has as many turns or sessions as it may, or all workers have.
+        A turn is never refused for want of room for its KV: it recomputes, and `Plan.reason` says why.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -131,7 +133,8 @@ class SessionServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchSessions(self, request, context):
-        """One snapshot of the sessions, then every change once, in order.
+        """One snapshot of the sessions, then every change once, in order. A reader that is too slow gets
+        another snapshot; one that takes nothing for a minute is cut off.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -39,7 +39,9 @@ class SessionServiceStub:
     BeginTurn: _grpc.UnaryUnaryMultiCallable[_session_service_pb2.BeginTurnRequest, _session_service_pb2.BeginTurnResponse]
     """Says where a turn runs and starts the return of what decode still holds. It answers at once:
     the return goes on while the prefill request is on its way. Creates the session if it is new.
-    NOT_FOUND is never returned; UNAVAILABLE (NO_WORKER) when no live worker can take the turn.
+    NOT_FOUND is never returned; UNAVAILABLE (NO_WORKER) when no live worker can take the turn;
+    RESOURCE_EXHAUSTED when the tenant has as many turns or sessions as it may, or all workers have.
+    A turn is never refused for want of room for its KV: it recomputes, and `Plan.reason` says why.
     """
     EndTurn: _grpc.UnaryUnaryMultiCallable[_session_service_pb2.EndTurnRequest, _session_service_pb2.EndTurnResponse]
     """Ends a turn: leases that are still open for it are revoked, what decode keeps becomes the
@@ -54,7 +56,9 @@ class SessionServiceStub:
     EndSession: _grpc.UnaryUnaryMultiCallable[_session_service_pb2.EndSessionRequest, _session_service_pb2.EndSessionResponse]
     """Ends a session: its replicas are released everywhere, its leases revoked."""
     WatchSessions: _grpc.UnaryStreamMultiCallable[_session_service_pb2.WatchSessionsRequest, _session_service_pb2.WatchSessionsResponse]
-    """One snapshot of the sessions, then every change once, in order."""
+    """One snapshot of the sessions, then every change once, in order. A reader that is too slow gets
+    another snapshot; one that takes nothing for a minute is cut off.
+    """
     Turns: _grpc.StreamStreamMultiCallable[_session_service_pb2.TurnsRequest, _session_service_pb2.TurnsResponse]
     """BeginTurn, EndTurn and UpdateSession for a busy gateway: many of them on one stream, each
     checked, decided and answered as the call of its name is. They are applied in the order in
@@ -76,7 +80,9 @@ class SessionServiceAsyncStub(SessionServiceStub):
     BeginTurn: _aio.UnaryUnaryMultiCallable[_session_service_pb2.BeginTurnRequest, _session_service_pb2.BeginTurnResponse]  # type: ignore[assignment]
     """Says where a turn runs and starts the return of what decode still holds. It answers at once:
     the return goes on while the prefill request is on its way. Creates the session if it is new.
-    NOT_FOUND is never returned; UNAVAILABLE (NO_WORKER) when no live worker can take the turn.
+    NOT_FOUND is never returned; UNAVAILABLE (NO_WORKER) when no live worker can take the turn;
+    RESOURCE_EXHAUSTED when the tenant has as many turns or sessions as it may, or all workers have.
+    A turn is never refused for want of room for its KV: it recomputes, and `Plan.reason` says why.
     """
     EndTurn: _aio.UnaryUnaryMultiCallable[_session_service_pb2.EndTurnRequest, _session_service_pb2.EndTurnResponse]  # type: ignore[assignment]
     """Ends a turn: leases that are still open for it are revoked, what decode keeps becomes the
@@ -91,7 +97,9 @@ class SessionServiceAsyncStub(SessionServiceStub):
     EndSession: _aio.UnaryUnaryMultiCallable[_session_service_pb2.EndSessionRequest, _session_service_pb2.EndSessionResponse]  # type: ignore[assignment]
     """Ends a session: its replicas are released everywhere, its leases revoked."""
     WatchSessions: _aio.UnaryStreamMultiCallable[_session_service_pb2.WatchSessionsRequest, _session_service_pb2.WatchSessionsResponse]  # type: ignore[assignment]
-    """One snapshot of the sessions, then every change once, in order."""
+    """One snapshot of the sessions, then every change once, in order. A reader that is too slow gets
+    another snapshot; one that takes nothing for a minute is cut off.
+    """
     Turns: _aio.StreamStreamMultiCallable[_session_service_pb2.TurnsRequest, _session_service_pb2.TurnsResponse]  # type: ignore[assignment]
     """BeginTurn, EndTurn and UpdateSession for a busy gateway: many of them on one stream, each
     checked, decided and answered as the call of its name is. They are applied in the order in
@@ -116,7 +124,9 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_session_service_pb2.BeginTurnResponse, _abc.Awaitable[_session_service_pb2.BeginTurnResponse]]:
         """Says where a turn runs and starts the return of what decode still holds. It answers at once:
         the return goes on while the prefill request is on its way. Creates the session if it is new.
-        NOT_FOUND is never returned; UNAVAILABLE (NO_WORKER) when no live worker can take the turn.
+        NOT_FOUND is never returned; UNAVAILABLE (NO_WORKER) when no live worker can take the turn;
+        RESOURCE_EXHAUSTED when the tenant has as many turns or sessions as it may, or all workers have.
+        A turn is never refused for want of room for its KV: it recomputes, and `Plan.reason` says why.
         """
 
     @_abc_1.abstractmethod
@@ -167,7 +177,9 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _session_service_pb2.WatchSessionsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_session_service_pb2.WatchSessionsResponse], _abc.AsyncIterator[_session_service_pb2.WatchSessionsResponse]]:
-        """One snapshot of the sessions, then every change once, in order."""
+        """One snapshot of the sessions, then every change once, in order. A reader that is too slow gets
+        another snapshot; one that takes nothing for a minute is cut off.
+        """
 
     @_abc_1.abstractmethod
     def Turns(
