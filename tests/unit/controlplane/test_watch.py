@@ -350,7 +350,7 @@ class Mirror:
         state = self.town.state
         if self.kind == "sessions":
             assert self.known == {
-                key: (session, state.replicas_of_session(key))
+                key: (state.as_shown(session), state.replicas_of_session(key))
                 for key, session in state.sessions.items()
                 if self.wish.matches(key)
             }

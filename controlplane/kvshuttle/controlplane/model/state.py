@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec import Struct
+from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.admission import Ledger
 from kvshuttle.controlplane.model.agenda import Agenda
@@ -119,6 +120,12 @@ class State:
         part, so it need not be stored."""
         self.revision = max(self.revision, self.epoch * REVISIONS_PER_EPOCH) + 1
         return self.revision
+
+    def as_shown(self, session: Session) -> Session:
+        """A session as others are shown it. Changes of replicas are not stored, nor the versions
+        that they made: after a start every version lies above all that were shown before."""
+        least = (self.past_epoch + 1) * REVISIONS_PER_EPOCH
+        return session if session.version >= least else replace(session, version=least)
 
     def replicas_of_session(self, key: SessionKey) -> tuple[Replica, ...]:
         """Where a session's KV lies."""

@@ -55,7 +55,7 @@ class Operations:
         session = state.sessions.get(key)
         if session is None:
             raise NotFoundError("session", key.session_id)
-        return session_out(session, state.replicas_of_session(key))
+        return session_out(state.as_shown(session), state.replicas_of_session(key))
 
     def begin(self, request: pb.BeginTurnRequest) -> Operation[Turn, pb.BeginTurnResponse]:
         """Places a turn."""

@@ -137,6 +137,7 @@ class Sessions:
         session = state.sessions.peek(name)
         if session is None:
             return None
+        session = state.as_shown(session)
         return SessionChange(session.version, session, state.replicas_of_session(name))
 
 
