@@ -110,9 +110,15 @@ class Planner:
         turns_on: Mapping[str, int],
         replicas_on: Mapping[str, int],
         excluded: Collection[str],
+        by_id: Mapping[str, Worker] | None = None,
     ) -> Choice:
         """Decode stays where the longest replica lies, prefill where it was; else the least
-        loaded. NoWorkerError when nothing is left."""
+        loaded. NoWorkerError when nothing is left. With `by_id`, the same workers by name, a turn
+        that stays where the one before ran is placed without a look at all of them."""
+        if by_id is not None and session is not None and replicas:
+            stays = self._stay(by_id, session, replicas, excluded)
+            if stays is not None:
+                return stays
         known = {worker.ref.worker_id: worker for worker in workers}
         able = [w for w in known.values() if w.ready and w.ref.worker_id not in excluded]
         if not able:
@@ -143,6 +149,38 @@ class Planner:
         lack = "" if best else self._lack(known, replicas, excluded)
         prefill = self._place_prefill(able, decode, session, load)
         return Choice(decode, prefill, best, lack)
+
+    def _stay(
+        self,
+        known: Mapping[str, Worker],
+        session: Session,
+        replicas: Collection[Replica],
+        excluded: Collection[str],
+    ) -> Choice | None:
+        prefill = known.get(session.last_prefill)
+        if prefill is None or not prefill.ready or prefill.role is not WorkerRole.PREFILL:
+            return None
+        best = None
+        for replica in replicas:
+            at = known.get(replica.worker.worker_id)
+            if (
+                at is None
+                or at.ref != replica.worker
+                or replica.state is ReplicaState.GONE
+                or not replica.num_blocks
+                or not at.ready
+                or at.role is WorkerRole.PREFILL
+                or at.ref.worker_id in excluded
+            ):
+                continue
+            if best is None or (replica.num_blocks, replica.state is ReplicaState.HARD) > (
+                best.num_blocks,
+                best.state is ReplicaState.HARD,
+            ):
+                best = replica
+        if best is None or session.last_prefill in excluded:
+            return None
+        return Choice(known[best.worker.worker_id], prefill, best, "")
 
     def _place_prefill(
         self,

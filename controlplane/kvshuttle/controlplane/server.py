@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import dataclasses
 import json
 import os
@@ -155,7 +156,7 @@ class Server:
         agent_grpc.add_AgentServiceServicer_to_server(
             AgentService(self.runtime, self.streams, checks, self.limits, self.metrics), agents
         )
-        operations = Operations(self.runtime, checks, _new_token)
+        operations = Operations(self.runtime, checks, _Tokens())
         self._turns = TurnStreams(self.runtime, operations, limits, self.metrics)
         session_grpc.add_SessionServiceServicer_to_server(
             SessionService(self.runtime, checks, self.hubs.sessions, operations, self._turns), api
@@ -293,9 +294,18 @@ class Server:
         log.info("stopped")
 
 
-def _new_token() -> str:
-    """128 unguessable bits: the token names a turn to the agents."""
-    return secrets.token_urlsafe(16)
+class _Tokens:
+    """128 unguessable bits each: a token names a turn to the agents. Drawn from the system many at
+    a time, because a call of it costs as much as all else that a token does."""
+
+    def __init__(self) -> None:
+        self._bits = b""
+
+    def __call__(self) -> str:
+        if not self._bits:
+            self._bits = secrets.token_bytes(16 * 256)
+        drawn, self._bits = self._bits[:16], self._bits[16:]
+        return base64.urlsafe_b64encode(drawn)[:-2].decode()
 
 
 def _credentials(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 
 from kvshuttle.controlplane.model.errors import NoWorkerError
@@ -179,3 +181,34 @@ def test_a_rate_follows_a_change() -> None:
     rate.observe(0, 5)
     rate.observe(5, 0)
     assert rate.value == pytest.approx(500, rel=0.01)
+
+
+def test_a_turn_that_stays_is_placed_the_same_with_a_look_at_all_workers_or_without() -> None:
+    rng = random.Random(5)
+    roles = list(WorkerRole)
+    states = [WorkerState.READY] * 4 + list(WorkerState)
+    stayed = 0
+    for _ in range(6_000):
+        workers = [worker(f"w{i}", rng.choice(roles), rng.choice(states)) for i in range(5)]
+        replicas = [
+            Replica(
+                WorkerRef(f"w{rng.randrange(6)}", rng.choice((1, 1, 1, 2))),
+                bytes([number]),
+                rng.randrange(4),
+                99,
+                rng.choice(list(ReplicaState)),
+                0,
+            )
+            for number in range(rng.randrange(4))
+        ]
+        session = Session(SessionKey("t", "s"), 0, 0, last_prefill=f"w{rng.randrange(6)}")
+        excluded = [f"w{i}" for i in range(5) if rng.random() < 0.1]
+        planner = Planner()
+        by_id = {x.ref.worker_id: x for x in workers}
+        try:
+            slow = planner.place(workers, session, replicas, {}, {}, excluded)
+        except NoWorkerError:
+            continue
+        assert planner.place(workers, session, replicas, {}, {}, excluded, by_id) == slow
+        stayed += planner._stay(by_id, session, replicas, excluded) is not None
+    assert stayed > 100

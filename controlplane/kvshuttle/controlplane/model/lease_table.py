@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import replace
 
-from kvshuttle.controlplane.model.packing import lease_from_bytes, lease_to_bytes
+from kvshuttle.controlplane.model.packing import Press, lease_from_bytes, lease_to_bytes
 from kvshuttle.controlplane.model.terms import LeaseState
 
 if TYPE_CHECKING:
@@ -78,6 +78,7 @@ class LeaseTable(MutableMapping[str, "Lease"]):
         self._hot = hot
         self._rows: dict[str, Lease | bytes] = {}
         self._warm: deque[str] = deque()
+        self._press = Press()
         # In the order in which they ended.
         self.ended: dict[str, None] = {}
         # Open leases only, by slot.
@@ -114,7 +115,7 @@ class LeaseTable(MutableMapping[str, "Lease"]):
     def __getitem__(self, lease_id: str) -> Lease:
         row = self._rows[lease_id]
         if isinstance(row, bytes):
-            row = self._rows[lease_id] = lease_from_bytes(lease_id, row)
+            row = self._rows[lease_id] = self._unpack(lease_id, row)
             self._warm.append(lease_id)
             self._cool()
         return self._current(row)
@@ -147,7 +148,7 @@ class LeaseTable(MutableMapping[str, "Lease"]):
         """The lease, without keeping what had to be unpacked."""
         row = self._rows[lease_id]
         if isinstance(row, bytes):
-            row = lease_from_bytes(lease_id, row)
+            row = self._unpack(lease_id, row)
         return self._current(row)
 
     def values(self) -> Iterator[Lease]:  # type: ignore[override]
@@ -177,7 +178,7 @@ class LeaseTable(MutableMapping[str, "Lease"]):
 
     def __delitem__(self, lease_id: str) -> None:
         row = self._rows[lease_id]
-        lease = lease_from_bytes(lease_id, row) if isinstance(row, bytes) else row
+        lease = self._unpack(lease_id, row) if isinstance(row, bytes) else row
         del self._rows[lease_id]
         self.ended.pop(lease_id, None)
         self._leave(lease)
@@ -187,7 +188,10 @@ class LeaseTable(MutableMapping[str, "Lease"]):
             lease_id = self._warm.popleft()
             row = self._rows.get(lease_id)
             if row is not None and not isinstance(row, bytes):
-                self._rows[lease_id] = lease_to_bytes(row)
+                self._rows[lease_id] = self._press.press(lease_to_bytes(row))
+
+    def _unpack(self, lease_id: str, row: bytes) -> Lease:
+        return lease_from_bytes(lease_id, self._press.release(row))
 
     # -- columns -------------------------------------------------------------------------------
     def slot(self, lease: Lease) -> int:

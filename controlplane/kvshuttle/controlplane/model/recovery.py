@@ -115,7 +115,8 @@ def _take_over_sessions(w: Work, snapshot: Snapshot) -> None:
             for placement in turn.placements():
                 state.turns_on[placement.worker.worker_id] += 1
             # As many times anew as there are restarts: a gateway may not have been able to end it.
-            state.agenda.add(max(turn.begin_ns, w.now_ns) + limits.turn_timeout_ns, Due.TURN, name)
+            due_ns = max(turn.begin_ns, w.now_ns) + limits.turn_timeout_ns
+            state.agenda.add(due_ns, Due.TURN, session.key)
 
 
 # -- terms ---------------------------------------------------------------------------------------

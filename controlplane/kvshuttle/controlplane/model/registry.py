@@ -45,7 +45,6 @@ if TYPE_CHECKING:
         StopReport,
     )
     from kvshuttle.controlplane.model.session import Session, Turn, Usage
-    from kvshuttle.controlplane.model.state import TurnName
     from kvshuttle.controlplane.model.terms import Hints, ReplicaState, SessionKey, WorkerRef
     from kvshuttle.controlplane.model.turn_events import BeginTurn
     from kvshuttle.controlplane.model.worker import Worker
@@ -186,7 +185,7 @@ class Registry:
                 case Due.LEASE:
                     self._lease_due(w, str(name))
                 case Due.TURN:
-                    turn_events.abandon(w, *cast("TurnName", name))
+                    turn_events.abandon(w, cast("SessionKey", name))
                 case Due.SESSION:
                     turn_events.session_due(w, cast("SessionKey", name))
                 case Due.LEASE_FORGET:

@@ -88,6 +88,7 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
             state.turns_on,
             state.replicas.count_of,
             (*ask.excluded, *full),
+            state.workers,
         )
     except NoWorkerError:
         if full:
@@ -121,7 +122,7 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
     state.ledger.turns.add(ask.key.tenant, 1)
     for placement in turn.placements():
         state.turns_on[placement.worker.worker_id] += 1
-    state.agenda.add(w.now_ns + w.limits.turn_timeout_ns, Due.TURN, name)
+    state.agenda.add(w.now_ns + w.limits.turn_timeout_ns, Due.TURN, name[0])
     lease_id = eager_events.awaited(w, ask.key, plan)
     if plan.return_mode is ReturnMode.LAZY and prefill is not None and choice.replica is not None:
         lease = lease_events.make(
@@ -287,12 +288,12 @@ def _forgotten(number: int) -> Turn:
     )
 
 
-def abandon(w: Work, key: SessionKey, number: int) -> None:
-    """Nobody ended a turn in time."""
+def abandon(w: Work, key: SessionKey) -> None:
+    """Nobody ended a session's turns in time."""
     session = w.state.sessions.get(key)
-    turn = session.find(number) if session is not None else None
-    if turn is not None and turn.running and w.now_ns - turn.begin_ns >= w.limits.turn_timeout_ns:
-        end(w, key, number, TurnOutcome.ABANDONED)
+    for turn in session.running() if session is not None else ():
+        if w.now_ns - turn.begin_ns >= w.limits.turn_timeout_ns:
+            end(w, key, turn.number, TurnOutcome.ABANDONED)
 
 
 def update(w: Work, key: SessionKey, hints: Hints, request: str = "") -> Session:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from google.protobuf.duration_pb2 import Duration
@@ -37,8 +38,10 @@ _MOST_NS = 250_000_000_000 * SECOND
 """Within what Duration (10,000 years) and Timestamp (the year 9999) may say."""
 
 
+@lru_cache(maxsize=1_024)
 def duration(ns: int) -> Duration:
-    """Nanoseconds as a message; more than it can say is cut to the most that it can."""
+    """Nanoseconds as a message; more than it can say is cut to the most that it can. Shared, since
+    most are the same few: not to be changed."""
     ns = min(max(ns, -_MOST_NS), _MOST_NS)
     return Duration(seconds=ns // SECOND, nanos=ns % SECOND)
 
