@@ -47,6 +47,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--arms", default=",".join(kind.key for kind in ARMS))
     parser.add_argument("--idle-seconds", type=float, default=20.0)
     parser.add_argument("--idle-sessions", type=int, default=100)
+    parser.add_argument(
+        "--wait-quiet", type=float, default=0.0, help="seconds a turn waits for a quiet machine"
+    )
     parser.add_argument("--no-offload-tier", action="store_true", help="do not try arm d2")
     options = parser.parse_args()
     if options.quick:
@@ -158,6 +161,7 @@ def main() -> int:
             directory=directory,
             idle_seconds=options.idle_seconds,
             idle_sessions=options.idle_sessions,
+            patience_s=options.wait_quiet,
             budget_s=QUICK_BUDGET_S if options.quick else None,
         ),
         say=lambda line: console.print(line, highlight=False, markup=False),

@@ -140,6 +140,10 @@ class Arm:
         """Each once."""
         return [self.prefill] if self.prefill is self.decode else [self.prefill, self.decode]
 
+    def pids(self) -> list[int]:
+        """Every process of it."""
+        return [pid for process in self.stack.processes for pid in process.pids()]
+
     def rest(self) -> None:
         """Stops upstream's engines until their next turn: their progress threads take both cores.
 

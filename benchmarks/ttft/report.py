@@ -131,6 +131,7 @@ def _arm(samples: Sequence[Sample]) -> dict[str, Any]:
         "decode_queue_ms": median([s.legs.decode_queue_ms for s in later]),
         "decode_first_step_ms": median([s.legs.decode_first_step_ms for s in later]),
         "rest_ms": median([_rest_ms(s) for s in later]),
+        "foreign_cores": median([s.foreign_cores for s in later]),
         "held_block_seconds": median([s.held_block_seconds for s in later]),
         "held_blocks_after_answer": median([s.held[0][1] for s in later if s.held]),
         "held_blocks_before_next": median([s.held[-1][1] for s in later if s.held]),
@@ -221,6 +222,7 @@ def tables(found: dict[str, Any], console: Console) -> None:
                 "forward",
                 "computed tok",
                 "differs",
+                "others' cores",
             ):
                 table.add_column(column, justify="left" if column == "arm" else "right")
             for arm, row in sorted(body["arms"].items()):
@@ -243,12 +245,13 @@ def tables(found: dict[str, Any], console: Console) -> None:
                     _text(row["forward_transfer_ms"], 1),
                     _text(row["computed_tokens"], 0),
                     str(row["turns_that_differ_from_a"]),
+                    _text(row["foreign_cores"], 2),
                 )
-            for arm, reason in found["left_out"].get(scenario, {}).items():
-                table.add_row(f"{arm} {names.get(arm, arm)}: {reason.splitlines()[0][:60]}")
-            for arm, reason in found["not_built"].items():
-                table.add_row(f"{arm} not built ({reason.split(':')[0]})")
             console.print(table)
+        for arm, reason in found["left_out"].get(scenario, {}).items():
+            console.print(f"left out: {arm}: {reason.splitlines()[0]}", highlight=False)
+    for arm, reason in found["not_built"].items():
+        console.print(f"not built: {arm}, {reason}", highlight=False)
 
 
 def _text(value: float | None, digits: int) -> str:

@@ -13,7 +13,7 @@ import httpx
 
 from benchmarks.idle_cpu import measure, totals
 from benchmarks.ttft.arms import ARMS, Arm, ArmKind, Pool, Scenario, open_arm
-from benchmarks.ttft.groups import available_bytes, plan_groups, used_bytes
+from benchmarks.ttft.groups import RESERVE_BYTES, available_bytes, plan_groups, used_bytes
 from benchmarks.ttft.schedule import Plan
 from benchmarks.ttft.texts import History
 from benchmarks.ttft.turns import Client, Sample
@@ -45,6 +45,8 @@ class Options:
     idle_sessions: int
     # The run stops opening groups when a whole one may not fit any more. None: no limit.
     budget_s: float | None
+    # How long a turn waits for other programs to leave the machine alone.
+    patience_s: float = 0.0
 
 
 @dataclass
@@ -102,6 +104,9 @@ class Run:
         with contextlib.ExitStack() as stack:
             arms = [plain]
             for kind in group:
+                if missing := self._missing_memory(kind):
+                    self._leave_out(scenario, [kind], missing)
+                    continue
                 directory = self._options.directory / f"{scenario}-{kind.key}"
                 try:
                     arms.append(stack.enter_context(self._opened(kind, scenario, directory.name)))
@@ -110,7 +115,10 @@ class Run:
             self.results.groups.append(
                 {"group": self._group, "scenario": scenario, "arms": [a.kind.key for a in arms]}
             )
-            clients = [Client(arm, scenario, self._options.pool, self._group) for arm in arms]
+            patience = self._options.patience_s
+            clients = [
+                Client(arm, scenario, self._options.pool, self._group, patience) for arm in arms
+            ]
             for client in clients:
                 stack.callback(client.close)
             for client in clients:
@@ -145,6 +153,13 @@ class Run:
     def _out_of_time(self) -> bool:
         budget = self._options.budget_s
         return budget is not None and time.monotonic() - self._started + self._group_s > budget
+
+    def _missing_memory(self, kind: ArmKind) -> str | None:
+        """Others may have taken memory since the groups were made: the machine must not swap."""
+        need = kind.engines * self.results.engine_bytes + RESERVE_BYTES
+        if (available := available_bytes()) >= need:
+            return None
+        return f"needs {need / 2**30:.1f} GiB of memory, {available / 2**30:.1f} are available"
 
     def _leave_out(self, scenario: str, kinds: Sequence[ArmKind], reason: str) -> None:
         for kind in kinds:

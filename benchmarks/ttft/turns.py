@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from benchmarks.ttft.arms import Arm, Pool, Scenario
 from benchmarks.ttft.counters import Legs, Snapshot, forget, held_blocks, legs
+from benchmarks.ttft.noise import Noise, wait_for_quiet
 from benchmarks.ttft.proxy import PREFILL_HEADER
 from kvshuttle.localstack import Answer, ChatClient, Message
 from kvshuttle.v1 import lease_service_pb2, types_pb2
@@ -58,6 +59,8 @@ class Sample:
     moved: list[Moved]
     # None: this arm does not drop. False: it could not be dropped before the answer had ended.
     cache_dropped: bool | None
+    # Cores that other programs took meanwhile, other arms' engines among them.
+    foreign_cores: float = 0.0
     # (seconds since the end of the answer, blocks) of both engines together.
     held: list[tuple[float, float]] = field(default_factory=list)
     token_ids: tuple[int, ...] = ()
@@ -75,8 +78,11 @@ class Sample:
 class Client:
     """Talks to one arm; keeps what must be known from turn to turn."""
 
-    def __init__(self, arm: Arm, scenario: Scenario, pool: Pool, group: int) -> None:
+    def __init__(
+        self, arm: Arm, scenario: Scenario, pool: Pool, group: int, patience_s: float = 0.0
+    ) -> None:
         self.arm = arm
+        self._patience_s = patience_s
         self._scenario: Scenario = scenario
         self._pool = pool
         self._group = group
@@ -110,6 +116,9 @@ class Client:
         before = Snapshot.of(self.arm)
         self._note_held(conversation, before)
         dropper = _Dropper(self.arm) if self.drops else None
+        pids = self.arm.pids()
+        wait_for_quiet(pids, self._patience_s)
+        noise = Noise(pids)
         answer = self._http.ask(
             messages,
             max_tokens=output,
@@ -117,6 +126,7 @@ class Client:
             on_first_token=dropper.start if dropper else None,
         )
         ended = time.monotonic()
+        foreign = noise.cores()
         dropped = dropper.finish() if dropper else None
         after = Snapshot.of(self.arm)
         reason, moved = self._said(conversation, turn)
@@ -139,6 +149,7 @@ class Client:
             plan_reason=reason,
             moved=moved,
             cache_dropped=dropped,
+            foreign_cores=round(foreign, 3),
             token_ids=answer.token_ids,
         )
         self._ended[conversation] = ended
