@@ -28,7 +28,7 @@ OUTPUT_TOKENS = 64
 GAP_S = 2.0
 TRACE_WINDOW = 3_000
 # QUICK must end within 8 minutes; what is left after the last group is stopping and reporting.
-QUICK_BUDGET_S = 400.0
+QUICK_MINUTES = 6.5
 
 
 def _arguments() -> argparse.Namespace:
@@ -50,6 +50,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--wait-quiet", type=float, default=0.0, help="seconds a turn waits for a quiet machine"
     )
+    parser.add_argument(
+        "--minutes", type=float, help="no further group or conversation is begun after that"
+    )
     parser.add_argument("--no-offload-tier", action="store_true", help="do not try arm d2")
     options = parser.parse_args()
     if options.quick:
@@ -58,6 +61,7 @@ def _arguments() -> argparse.Namespace:
         options.arms, options.trace_conversations = "a,b,c,f", 1
         options.idle_seconds, options.idle_sessions = min(options.idle_seconds, 10.0), 10
         options.no_offload_tier = True
+        options.minutes = QUICK_MINUTES
     return options
 
 
@@ -162,7 +166,7 @@ def main() -> int:
             idle_seconds=options.idle_seconds,
             idle_sessions=options.idle_sessions,
             patience_s=options.wait_quiet,
-            budget_s=QUICK_BUDGET_S if options.quick else None,
+            budget_s=None if options.minutes is None else options.minutes * 60,
         ),
         say=lambda line: console.print(line, highlight=False, markup=False),
         save=keep,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from kvshuttle.localstack import (
     EngineSpec,
     Gateway,
     ManagedProcess,
+    ProcessError,
     Stack,
     engine_cpus,
     kvshuttle_transfer,
@@ -247,6 +249,8 @@ def _upstream(
             )
         )
     stack.start(*engines)
+    for engine in engines:
+        _back_to_its_core(engine)
     assert kind.proxy is not None
     proxy = ProxyProcess(
         f"{kind.key}-proxy",
@@ -261,6 +265,20 @@ def _upstream(
     stack.start(proxy)
     prefill, decode = engines
     return Arm(kind, stack, proxy.url, prefill, decode, prefix_caching=scenario == "kept")
+
+
+def _back_to_its_core(engine: Engine) -> None:
+    """Gives the worker's own thread, which computes, the core back that the engine was given.
+
+    On CPU upstream's connector moves that thread to the last core of the machine, where there
+    should be none but it. On two cores that is decode's: both engines would compute there, beside
+    decode's progress thread, and prefill would get a third of it. NIXL's thread stays where it is.
+    """
+    workers = [pid for pid in engine.pids() if "Worker" in Path(f"/proc/{pid}/comm").read_text()]
+    if not workers:
+        raise ProcessError(f"{engine.name} has no worker process\n{engine.tail()}")
+    for pid in workers:
+        os.sched_setaffinity(pid, {engine.spec.cpu})
 
 
 def _upstream_transfer(kind: ArmKind, engine_id: str) -> dict[str, Any]:

@@ -20,7 +20,8 @@ STEP = 500
 MAX_GAP_S = 3.0
 # A turn of a trace adds at least so much, or the chat template's own tokens do not fit.
 MIN_NEW_TOKENS = 24
-MIN_OUTPUT_TOKENS = 8
+# Long enough for prefill to lose its cache while decode answers.
+MIN_OUTPUT_TOKENS = 32
 
 
 @dataclass(frozen=True)
