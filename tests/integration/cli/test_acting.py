@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvshuttle.v1 import cluster_service_pb2 as workers
 from kvshuttle.v1 import types_pb2 as types
 from tests.integration.cli.conftest import CHAIN, Site
+from tests.integration.cli.terminal import Terminal
 from tests.integration.controlplane.conftest import T
 
 
@@ -49,6 +50,26 @@ async def test_fence_asks_and_attests(site: Site) -> None:
     assert await state(site, "p") == "WORKER_STATE_FENCED"
     again = await site.run("fence", "p", "--yes", "--attestation", "seen dead")
     assert again.status in (0, 4)
+
+
+async def test_fence_asks_on_a_terminal(site: Site) -> None:
+    await site.pair()
+    async with Terminal("--target", site.target, "fence", "p", columns=100) as terminal:
+        await terminal.until("does not look dead")
+        await terminal.until("Who attests")
+        terminal.press("seen dead, J.D.\r")
+        await terminal.until("writes to no memory [y/N]")
+        terminal.press("n\r")
+        assert await terminal.ended() == 130
+    assert await state(site, "p") == "WORKER_STATE_READY"
+    async with Terminal("--target", site.target, "fence", "p") as terminal:
+        await terminal.until("Who attests")
+        terminal.press("seen dead, J.D.\r")
+        await terminal.until("[y/N]")
+        terminal.press("y\r")
+        assert await terminal.ended() == 0
+        await terminal.until("is fenced")
+    assert await state(site, "p") == "WORKER_STATE_FENCED"
 
 
 async def test_end_session(site: Site) -> None:
