@@ -88,7 +88,6 @@ def limits_of(rng: random.Random, *, drifts: bool) -> Limits:
         silence_ns=3 * SECOND,
         turn_timeout_ns=20 * SECOND,
         retention_ns=6 * SECOND,
-        retention_min_ns=SECOND,
         retention_max_ns=10 * SECOND,
         prefill_retention_ns=3 * SECOND,
         min_tokens=1,
