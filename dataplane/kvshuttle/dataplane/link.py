@@ -68,7 +68,7 @@ _REFUSALS = frozenset(
         grpc.StatusCode.INVALID_ARGUMENT,
     }
 )
-"""The control plane will not have this boot; trying again soon is of no use."""
+"""The control plane will not have this boot: somebody has to change something."""
 
 
 class ControlLink:
@@ -211,7 +211,7 @@ class ControlLink:
         said = ""
         while not self._stopping.is_set():
             began = boottime_ns()
-            welcomed, why = self._converse()
+            welcomed, refused, why = self._converse()
             assert self._agent is not None
             if self._agent.fenced:
                 _log.error("link_closed_for_good", worker=self._config.worker_id)
@@ -222,15 +222,19 @@ class ControlLink:
             if why != said and not self._stopping.is_set():
                 # Once a reason, not once a try.
                 said = why
-                _log.warning("not_connected", worker=self._config.worker_id, reason=why)
+                if refused:
+                    _log.error("refused", worker=self._config.worker_id, reason=why)
+                else:
+                    _log.warning("not_connected", worker=self._config.worker_id, reason=why)
             self._stopping.wait(backoff.pause())
 
-    def _converse(self) -> tuple[bool, str]:
-        """One stream, to its end: whether it was welcomed, and why it ended."""
+    def _converse(self) -> tuple[bool, bool, str]:
+        """One stream, to its end: whether it was welcomed, or refused, and why it ended."""
+        refused = False
         try:
             channel = self._channel()
         except OSError as error:
-            return False, f"tls files: {error}"
+            return False, False, f"tls files: {error}"
         conversation = _Conversation(self._make_hello(), boottime_ns())
         with channel:
             call = agent_grpc.AgentServiceStub(channel).Connect(self._requests(conversation))
@@ -248,8 +252,7 @@ class ControlLink:
             except grpc.RpcError as error:
                 code, details = error.code(), error.details()
                 why = f"{code.name}: {details}"
-                if code in _REFUSALS:
-                    _log.error("refused", worker=self._config.worker_id, reason=why)
+                refused = code in _REFUSALS
             finally:
                 self._conversation = None
                 conversation.over.set()
@@ -261,7 +264,7 @@ class ControlLink:
         self._agent.end_stream(conversation.life)
         if conversation.generation:
             self._post(StreamDown(conversation.generation))
-        return conversation.generation > 0, why
+        return conversation.generation > 0, refused, why
 
     def _hear(self, conversation: _Conversation, response: agent_pb2.ConnectResponse) -> None:
         assert self._agent is not None

@@ -9,8 +9,10 @@ from pathlib import Path
 
 import grpc
 import pytest
+import structlog
 import trustme
 
+from kvshuttle.dataplane import link
 from kvshuttle.dataplane.clock import boottime_ns
 from kvshuttle.dataplane.config import AgentConfig
 from kvshuttle.dataplane.link import ControlLink
@@ -246,18 +248,24 @@ def test_a_control_plane_that_was_overtaken_is_not_obeyed(
     assert engine.link.connected
 
 
-def test_a_refused_agent_keeps_trying_and_is_not_connected() -> None:
+def test_a_refused_agent_keeps_trying_and_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured = structlog.testing.LogCapture()
+    monkeypatch.setattr(link, "_log", structlog.wrap_logger(None, processors=[captured]))
     server = ScriptedControlPlane()
     server.refuse = (grpc.StatusCode.FAILED_PRECONDITION, "block_size: ours 32, theirs 16")
     mine = Engine(server.port)
     try:
-        assert server.refused.wait(20)
-        assert not mine.link.connected
+        for _ in range(3):
+            assert server.refused.wait(20)
+            server.refused.clear()
+            assert not mine.link.connected
         server.refuse = None
         opened(server).welcome()
     finally:
         mine.close()
         server.stop()
+    told = [e for e in captured.entries if "theirs 16" in e.get("reason", "")]
+    assert [(e["event"], e["log_level"]) for e in told] == [("refused", "error")]
 
 
 def test_after_a_fence_it_does_not_come_back(

@@ -185,3 +185,11 @@ def test_an_engine_is_told_its_own_url(tmp_path: Path) -> None:
     config = command[command.index("--kv-transfer-config") + 1]
     assert f'"url": "{engine.url}"' in config
     assert '"kv_load_failure_policy": "recompute"' in config
+
+
+def test_an_engine_listens_on_loopback_only(tmp_path: Path) -> None:
+    engine = Engine(EngineSpec("decode-0", tmp_path), log_dir=tmp_path)
+    command = engine.argv()
+    assert command[command.index("--host") + 1] == "127.0.0.1"
+    # UCX listens on every interface that it uses.
+    assert engine.env["UCX_NET_DEVICES"] == "lo"

@@ -115,6 +115,8 @@ class Engine(ManagedProcess):
                 "TRANSFORMERS_OFFLINE": "1",
                 "VLLM_NO_USAGE_STATS": "1",
                 "DO_NOT_TRACK": "1",
+                # All is on this machine: NIXL must not listen where others reach it, either.
+                "UCX_NET_DEVICES": "lo",
                 **spec.env,
             },
             ready_timeout_s=READY_TIMEOUT_S,

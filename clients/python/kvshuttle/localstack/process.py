@@ -61,6 +61,11 @@ class ManagedProcess:
         """Whether it serves. Called again and again until it says so."""
         return True
 
+    @property
+    def env(self) -> Mapping[str, str]:
+        """What its environment has beyond this process's."""
+        return self._env
+
     def argv(self) -> list[str]:
         """The command line of the next start."""
         return self._argv
