@@ -247,8 +247,12 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Learns which loads vLLM was told have failed."""
-        if self._agent is not None and connector_output.failed_recving:
+        if self._agent is None or not connector_output.failed_recving:
+            return
+        try:
             self._agent.load_failed(list(connector_output.failed_recving))
+        except Exception:
+            _log.exception("hook_failed", hook="update_connector_output")
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -303,8 +307,13 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._after_hook()
 
     def _after_hook(self) -> None:
-        if self._agent is not None and self._link is not None:
+        if self._agent is None or self._link is None:
+            return
+        try:
             self._link.set_deadline(self._agent.next_deadline())
+        except Exception:
+            # What leaves a hook ends the engine.
+            _log.exception("hook_failed", hook="deadline")
 
     def _hello(self) -> agent_pb2.AgentHello:
         """Who this boot is and what it holds; called by the link's thread for every stream."""

@@ -1,0 +1,83 @@
+"""vLLM's hooks: what goes wrong inside the agent stays there, since it would end the engine."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is installed with the engines", exc_type=ImportError)
+pytestmark = [
+    pytest.mark.engines,
+    # torch and vLLM warn of themselves when they are imported.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+class Broken:
+    """An agent, or a link, of which every method fails."""
+
+    def __getattr__(self, name: str) -> Any:
+        def fail(*_: object, **__: object) -> Any:
+            raise RuntimeError(f"{name} failed")
+
+        return fail
+
+
+class HalfBroken(Broken):
+    """One that only cannot say when it wants to be called next."""
+
+    def drain(self) -> None:
+        pass
+
+    def make_room(self, _wanted: int) -> None:
+        pass
+
+    def look(self, *_: object) -> int:
+        return 0
+
+    def allocated(self, *_: object) -> None:
+        pass
+
+    def finished(self, *_: object) -> None:
+        pass
+
+    def refuse_load(self, *_: object) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+
+PARAMS = {"kvshuttle": {"turn_token": "t", "leg": "decode"}}
+
+
+class BrokenButForRefusing(Broken):
+    """The one call that is made because another has failed."""
+
+    def refuse_load(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("agent", [BrokenButForRefusing(), HalfBroken()])
+def test_no_hook_of_the_scheduler_raises(agent: Any) -> None:
+    from kvshuttle.dataplane.connector import KVShuttleConnector
+
+    connector: Any = object.__new__(KVShuttleConnector)
+    connector._agent = agent
+    connector._link = Broken()
+    connector._mover = None
+    connector._block_size = 32
+    connector._step_blocks = 8
+    request: Any = SimpleNamespace(request_id="r", kv_transfer_params=PARAMS, num_tokens=64)
+    blocks: Any = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
+    failed: Any = SimpleNamespace(failed_recving={"r"})
+
+    assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    connector.update_state_after_alloc(request, blocks, 32)
+    connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"r": 1}))
+    assert connector.has_pending_push_work() is False
+    connector.update_connector_output(failed)
+    assert connector.request_finished_all_groups(request, ([1, 2],)) == (False, None)
+    assert connector.reset_cache() is True
