@@ -10,6 +10,7 @@ from google.protobuf.field_mask_pb2 import FieldMask
 
 from kvshuttle.client.errors import from_rpc_error
 from kvshuttle.client.options import ClientOptions
+from kvshuttle.client.turns import NoTurnStreamError, TurnStreams
 from kvshuttle.v1 import (
     cluster_service_pb2 as cluster,
 )
@@ -53,6 +54,9 @@ class AsyncClient:
         self._timeouts = self._options.timeouts
         self._channel = self._options.channel(target)
         self._sessions = SessionServiceStub(self._channel)
+        self._turns: TurnStreams | None = None
+        if self._options.turn_stream:
+            self._turns = TurnStreams(self._sessions, self._metadata)
         self._leases = LeaseServiceStub(self._channel)
         self._cluster = ClusterServiceStub(self._channel)
 
@@ -69,6 +73,8 @@ class AsyncClient:
 
     async def close(self) -> None:
         """Ends the channel and whatever still runs on it."""
+        if self._turns is not None:
+            await self._turns.close()
         await self._channel.close()
 
     async def begin_turn(
@@ -92,8 +98,13 @@ class AsyncClient:
             exclude_worker_ids=exclude_worker_ids,
             hints=hints,
         )
-        return await self._unary(
-            self._sessions.BeginTurn, request, tenant, timeout, self._timeouts.begin_turn_s
+        return await self._turn(
+            "begin",
+            self._sessions.BeginTurn,
+            request,
+            session.BeginTurnResponse,
+            tenant,
+            timeout if timeout is not None else self._timeouts.begin_turn_s,
         )
 
     async def end_turn(
@@ -117,8 +128,13 @@ class AsyncClient:
             request_id=request_id or new_request_id(),
             hints=hints,
         )
-        response = await self._unary(
-            self._sessions.EndTurn, request, tenant, timeout, self._timeouts.end_turn_s
+        response = await self._turn(
+            "end",
+            self._sessions.EndTurn,
+            request,
+            session.EndTurnResponse,
+            tenant,
+            timeout if timeout is not None else self._timeouts.end_turn_s,
         )
         return response.turn
 
@@ -177,8 +193,13 @@ class AsyncClient:
             update_mask=FieldMask(paths=fields) if fields else None,
             request_id=request_id or new_request_id(),
         )
-        response = await self._unary(
-            self._sessions.UpdateSession, request, tenant, timeout, self._timeouts.write_s
+        response = await self._turn(
+            "update",
+            self._sessions.UpdateSession,
+            request,
+            session.UpdateSessionResponse,
+            tenant,
+            timeout if timeout is not None else self._timeouts.write_s,
         )
         return response.session
 
@@ -393,6 +414,23 @@ class AsyncClient:
 
     def _metadata(self, tenant: str | None) -> grpc.aio.Metadata:
         return grpc.aio.Metadata(*self._options.call_metadata(tenant))
+
+    async def _turn(
+        self,
+        kind: str,
+        method: grpc.aio.UnaryUnaryMultiCallable[_Request, _Response],
+        request: _Request,
+        answer: type[_Response],
+        tenant: str | None,
+        timeout: float,  # noqa: ASYNC109
+    ) -> _Response:
+        """Over the tenant's stream, or else as a call."""
+        if self._turns is not None:
+            try:
+                return await self._turns.ask(tenant, kind, request, answer, timeout)
+            except NoTurnStreamError:
+                pass
+        return await self._unary(method, request, tenant, timeout, timeout)
 
     async def _unary(
         self,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import grpc
-from google.rpc import error_details_pb2  # type: ignore[import-untyped, unused-ignore]
+from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped, unused-ignore]
 from grpc_status import rpc_status
 
 if TYPE_CHECKING:
@@ -109,16 +109,30 @@ _BY_CODE: dict[grpc.StatusCode, type[KVShuttleError]] = {
 
 def from_rpc_error(error: grpc.aio.AioRpcError) -> KVShuttleError:
     """The exception for a failed RPC. Details that cannot be read are left out, never raised."""
-    info = error_details_pb2.ErrorInfo()
-    retry = error_details_pb2.RetryInfo()
-    help_ = error_details_pb2.Help()
-    retry_after_s: float | None = None
     try:
         # The stubs know the synchronous call only; the function needs the accessors that an
         # AioRpcError has too.
         status = rpc_status.from_call(error)  # type: ignore[arg-type]
     except ValueError:
         status = None
+    return _made(error.code(), error.details(), status)
+
+
+def from_status(status: status_pb2.Status) -> KVShuttleError:
+    """The exception for an operation of a stream that failed."""
+    code = next(
+        (code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN
+    )
+    return _made(code, status.message, status)
+
+
+def _made(
+    code: grpc.StatusCode, message: str | None, status: status_pb2.Status | None
+) -> KVShuttleError:
+    info = error_details_pb2.ErrorInfo()
+    retry = error_details_pb2.RetryInfo()
+    help_ = error_details_pb2.Help()
+    retry_after_s: float | None = None
     for detail in status.details if status is not None else ():
         if detail.Is(error_details_pb2.RetryInfo.DESCRIPTOR):
             detail.Unpack(retry)
@@ -129,9 +143,9 @@ def from_rpc_error(error: grpc.aio.AioRpcError) -> KVShuttleError:
             detail.Unpack(help_)
     metadata = dict(info.metadata)
     remedy = metadata.get(REMEDY_KEY) or (help_.links[0].description if help_.links else "")
-    return _BY_CODE.get(error.code(), KVShuttleError)(
-        error.details() or "no details",
-        code=error.code(),
+    return _BY_CODE.get(code, KVShuttleError)(
+        message or "no details",
+        code=code,
         reason=info.reason,
         domain=info.domain,
         metadata=metadata,

@@ -70,13 +70,16 @@ class ClientOptions:
     """Everything about a connection but its target.
 
     `token` is sent as `authorization: Bearer`; without TLS it is refused unless the target is on a
-    loopback address. `tenant` is the tenant that a gateway or an operator acts for.
+    loopback address. `tenant` is the tenant that a gateway or an operator acts for. With
+    `turn_stream`, turns are begun and ended and sessions updated over a stream a tenant, which
+    spares the control plane most of a call's cost; where it knows no such stream, calls are made.
     """
 
     tls: TlsOptions | None = None
     token: str | None = field(default=None, repr=False)
     tenant: str | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
+    turn_stream: bool = False
 
     def check(self, target: str) -> None:
         """Whether a channel to this target could be made: files are read, nobody is asked.

@@ -199,6 +199,7 @@ class GatewaySettings(BaseSettings):
             timeouts=Timeouts(
                 begin_turn_s=self.begin_turn_settle_s, end_turn_s=self.end_turn_timeout_s
             ),
+            turn_stream=True,
         )
 
     @classmethod
