@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvshuttle.controlplane.model import commands as c
+from kvshuttle.controlplane.model.errors import IncarnationMismatchError
 from kvshuttle.controlplane.model.reports import LeaseReport
 from kvshuttle.controlplane.model.terms import LeaseState, WorkerRef, WorkerRole
 from tests.unit.controlplane.world import World
@@ -359,6 +360,28 @@ def _(world: World) -> None:
         world.keep_alive(lapse)
         world.start()
         source_says(world, *holds(lease_id))
+        if lapse:
+            destination_says(world, boot="another")  # which has taken its place
+            assert not let_go(world, source, lease_id)
         world.do(world.registry.fence(world.now, destination, "power off"))
         assert not world.lease(lease_id).open
         assert let_go(world, source, lease_id)
+
+
+def test_a_boot_whose_place_was_taken_can_be_attested_dead() -> None:
+    """An engine that crashed is up again before anybody can say so."""
+    world = World()
+    source, destination, lease_id = granted(world)
+    world.lose(source)
+    again = source_says(world, boot="another")
+    world.sent.clear()
+    world.do(world.registry.fence(world.now, source, "exit 139 seen by its host", "r"))
+    assert [x.worker for x in world.told(destination, c.PeerFenced)] == [source]
+    assert world.state.workers["d"].ref == again
+    assert world.state.workers["d"].connected
+    assert not world.told(again, c.Fenced)
+    # Once nobody waits for it, it is another boot like any other.
+    world.stop(destination, lease_id)
+    with pytest.raises(IncarnationMismatchError):
+        world.do(world.registry.fence(world.now, source, "again", "q"))
+    assert world.do(world.registry.fence(world.now, source, "again", "r")).ref == again

@@ -90,7 +90,8 @@ class ClusterServiceServicer:
     def FenceWorker(self, request, context):
         """Attests that a boot of a worker is dead: its process has ended and writes to no memory. Ends
         its leases, forgets its replicas and lifts the quarantine of what it might have written.
-        FAILED_PRECONDITION (INCARNATION_MISMATCH) if another boot is registered.
+        FAILED_PRECONDITION (INCARNATION_MISMATCH) if another boot is registered, unless leases still
+        wait for the one that is named.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

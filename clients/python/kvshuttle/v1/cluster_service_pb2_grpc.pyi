@@ -42,7 +42,8 @@ class ClusterServiceStub:
     FenceWorker: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.FenceWorkerRequest, _cluster_service_pb2.FenceWorkerResponse]
     """Attests that a boot of a worker is dead: its process has ended and writes to no memory. Ends
     its leases, forgets its replicas and lifts the quarantine of what it might have written.
-    FAILED_PRECONDITION (INCARNATION_MISMATCH) if another boot is registered.
+    FAILED_PRECONDITION (INCARNATION_MISMATCH) if another boot is registered, unless leases still
+    wait for the one that is named.
     """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_cluster_service_pb2.GetStatusRequest, _cluster_service_pb2.GetStatusResponse]
     """The control plane's own state."""
@@ -61,7 +62,8 @@ class ClusterServiceAsyncStub(ClusterServiceStub):
     FenceWorker: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.FenceWorkerRequest, _cluster_service_pb2.FenceWorkerResponse]  # type: ignore[assignment]
     """Attests that a boot of a worker is dead: its process has ended and writes to no memory. Ends
     its leases, forgets its replicas and lifts the quarantine of what it might have written.
-    FAILED_PRECONDITION (INCARNATION_MISMATCH) if another boot is registered.
+    FAILED_PRECONDITION (INCARNATION_MISMATCH) if another boot is registered, unless leases still
+    wait for the one that is named.
     """
     GetStatus: _aio.UnaryUnaryMultiCallable[_cluster_service_pb2.GetStatusRequest, _cluster_service_pb2.GetStatusResponse]  # type: ignore[assignment]
     """The control plane's own state."""
@@ -101,7 +103,8 @@ class ClusterServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_cluster_service_pb2.FenceWorkerResponse, _abc.Awaitable[_cluster_service_pb2.FenceWorkerResponse]]:
         """Attests that a boot of a worker is dead: its process has ended and writes to no memory. Ends
         its leases, forgets its replicas and lifts the quarantine of what it might have written.
-        FAILED_PRECONDITION (INCARNATION_MISMATCH) if another boot is registered.
+        FAILED_PRECONDITION (INCARNATION_MISMATCH) if another boot is registered, unless leases still
+        wait for the one that is named.
         """
 
     @_abc_1.abstractmethod

@@ -262,6 +262,12 @@ def fence(w: Work, ref: WorkerRef, attestation: str, request: str = "") -> Worke
         raise NotFoundError("worker", ref.worker_id)
     if request and request in worker.requests:
         return worker
+    if worker.ref != ref and _waited_for(w, ref):
+        _dead(w, ref, attestation)
+        if request:
+            worker = worker.asked(request)
+            w.put_worker(worker)
+        return worker
     if worker.ref != ref:
         raise IncarnationMismatchError(
             f"worker {ref.worker_id} is registered as incarnation {worker.ref.incarnation}, not "
@@ -278,12 +284,23 @@ def fence(w: Work, ref: WorkerRef, attestation: str, request: str = "") -> Worke
     worker = worker.fenced(w.now_ns).asked(request)
     w.put_worker(worker)
     w.state.agenda.add(w.now_ns + w.limits.lost_worker_kept_ns, Due.WORKER_FORGET, ref.worker_id)
+    replica_events.forget_worker(w, ref.worker_id)
+    _dead(w, ref, attestation)
+    return worker
+
+
+def _waited_for(w: Work, ref: WorkerRef) -> bool:
+    """Whether sources still hold for a boot whose place another has taken, or others read of it."""
+    return any(ref in (lease.source, lease.destination) for lease in w.leases_of(ref.worker_id))
+
+
+def _dead(w: Work, ref: WorkerRef, attestation: str) -> None:
+    """Whoever waits for a boot need not any more."""
     for lease in w.leases_of(ref.worker_id):
         if lease.destination == ref:
             lease_events.reader_gone(w, lease, LeaseState.REVOKED, "FENCED")
         elif lease.source == ref and lease.open:
             lease_events.stop(w, lease, LeaseState.FAILED, "SOURCE_FENCED")
-    replica_events.forget_worker(w, ref.worker_id)
     for other in w.state.workers.values():
         if other.connected:
             w.command(other.ref, PeerFenced(ref))
@@ -293,4 +310,3 @@ def fence(w: Work, ref: WorkerRef, attestation: str, request: str = "") -> Worke
         incarnation=ref.incarnation,
         attestation=attestation,
     )
-    return worker
