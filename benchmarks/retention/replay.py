@@ -150,7 +150,8 @@ def replay(
             pool.put(event.session, turn.left, until_ns)
             pool.pass_time(now_ns)
         lacking = pool.make_room(pool.blocks + running - capacity, now_ns)
-        if lacking > 0 and not event.begins:
+        if lacking > 0 and event.session in pool.hard:
+            # Nothing else gives way: of what the turn has left only so much is kept.
             gone = min(lacking, pool.hard[event.session])
             pool.cut(event.session, gone)
             refused += gone

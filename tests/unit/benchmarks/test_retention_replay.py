@@ -91,6 +91,15 @@ def test_turns_that_run_can_take_room() -> None:
     assert running.recomputed == 3
 
 
+@pytest.mark.parametrize("running_counts", [False, True])
+def test_a_pool_smaller_than_its_turns_is_no_error(running_counts: bool) -> None:
+    sessions = load(DEFAULT_TRACES)[:10]
+    events = events_of(sessions)
+    for policy in (Lru(), FixedHold(), Ours(Limits()), Clairvoyant(events)):
+        outcome = replay(sessions, events, policy, 700, running_counts=running_counts)
+        assert 0.5 < outcome.share <= 1
+
+
 class Recorded:
     """A policy that notes every decision with its time."""
 
