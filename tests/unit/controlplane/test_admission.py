@@ -175,6 +175,23 @@ def test_nothing_is_stopped_for_a_lease_that_does_not_fit_anyway() -> None:
     assert town.lease(old).stop is None
 
 
+def test_half_of_the_room_is_no_room() -> None:
+    town = Town(leased_share_tenant=0.3)
+    old = town.granted("a", "s1", 20)
+    town.now += 2 * SECOND
+    town.granted("a", "s2", 270)
+    assert town.turn("a", "s3", 80).plan.reason == "TENANT_BUDGET"  # 70 too many, 20 could go
+    assert town.lease(old).stop is None
+    # Nor is another's taken when it is not enough.
+    greedy = Town(leased_share_tenant=0.0, contended_share=1.0)
+    first = greedy.granted("greedy", "g0", 20)
+    greedy.now += 2 * SECOND
+    greedy.granted("greedy", "g1", 460)
+    greedy.granted("modest", "m0", 20)
+    assert greedy.turn("modest", "m1", 80).plan.reason == "WORKER_BUDGET"
+    assert greedy.lease(first).stop is None
+
+
 def test_readers_that_do_not_answer_make_no_room_without_end() -> None:
     town = Town(leased_share_tenant=0.3, leaving_share=0.1)
     for number in range(6):
@@ -186,6 +203,8 @@ def test_readers_that_do_not_answer_make_no_room_without_end() -> None:
     # Two stops of fifty blocks were believed, no more.
     assert made == 2
     assert town.leased("a") == 400
+    assert sum(lease.stop is not None for lease in town.state.leases.values()) == 2
+    assert town.state.ledger.leased[town.d].leaving.of == {"a": 100}
 
 
 def test_a_renewed_lease_is_in_its_new_place() -> None:
