@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from collections import Counter
 from pathlib import Path
 
 import grpc
@@ -47,6 +48,41 @@ async def test_a_tenant_at_its_cap_is_told_why_and_when_to_try_again(
         # Another tenant is not concerned.
         await cluster.begin("c")
         await cluster.begin("d")
+    finally:
+        await cluster.stop()
+
+
+async def test_a_greedy_tenant_does_not_starve_another(tmp_path: Path, limits: Limits) -> None:
+    """It begins turns as fast as it can and ends none; the other begins and ends one at a time."""
+    own = dataclasses.replace(limits, turns_per_worker=20, turns_per_tenant=1_000)
+    cluster = Cluster(tmp_path, own)
+    await cluster.start()
+    try:
+        await cluster.pair()
+        codes: Counter[grpc.StatusCode] = Counter()
+        going = True
+
+        async def greedy(number: int) -> None:
+            while going:
+                request = sessions.BeginTurnRequest(session_id=f"g{number}")
+                tenant = (("kvshuttle-tenant", "greedy"),)
+                call = cluster.sessions.BeginTurn(request, timeout=T, metadata=tenant)
+                codes[await call.code()] += 1
+                await asyncio.sleep(0.01)
+
+        crowd = [asyncio.create_task(greedy(number)) for number in range(10)]
+
+        async def refused() -> int:
+            return codes[EXHAUSTED]
+
+        await eventually(refused, lambda count: count > 20)
+        for number in range(20):
+            turn = await cluster.begin(f"m{number}")
+            await cluster.end(turn.turn.turn, f"m{number}")
+        going = False
+        await asyncio.gather(*crowd)
+        assert codes.keys() == {grpc.StatusCode.OK, EXHAUSTED}
+        assert codes[grpc.StatusCode.OK] == 15  # three quarters of what decode takes
     finally:
         await cluster.stop()
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -149,6 +150,12 @@ async def ended(call: Any) -> grpc.StatusCode:
     return code
 
 
+def memory_mib() -> float:
+    """Of this process, now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 2**20
+
+
 def census() -> tuple[int, int]:
     gc.collect()
     return threading.active_count(), len(asyncio.all_tasks())
@@ -172,7 +179,7 @@ def test_no_bytes_crash_an_rpc(method: MethodDescriptor, tmp_path: Path) -> None
             # What gRPC makes for a first call stays.
             for message in (b"", b"\xff"):
                 runner.run(target.throw(method, [message]))
-            before = runner.run(async_census())
+            before, memory = runner.run(async_census()), memory_mib()
 
             @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
             @given(
@@ -189,6 +196,7 @@ def test_no_bytes_crash_an_rpc(method: MethodDescriptor, tmp_path: Path) -> None
 
             fuzz()
             runner.run(calm(before))
+            assert memory_mib() < memory + 100, "what was refused must not be kept"
             runner.run(target.normal_turn("after"))
             runner.run(target.settle())
         finally:

@@ -112,6 +112,35 @@ async def test_history_is_bounded(tmp_path: Path) -> None:
         await cluster.stop()
 
 
+async def test_a_tenant_sees_its_own_only(cluster: Cluster) -> None:
+    await cluster.pair()
+    acme = (("kvshuttle-tenant", "acme"),)
+
+    async def begin(session_id: str, tenant: str) -> None:
+        request = sessions.BeginTurnRequest(session_id=session_id)
+        metadata = (("kvshuttle-tenant", tenant),)
+        await cluster.sessions.BeginTurn(request, timeout=T, metadata=metadata)
+
+    await begin("a", "acme")
+    await begin("b", "other")
+    asked = sessions.WatchSessionsRequest()
+    call = cluster.sessions.WatchSessions(asked, timeout=30, metadata=acme)
+    message = await take(call, "snapshot")
+    assert [(s.tenant, s.session_id) for s in message.snapshot.sessions] == [("acme", "a")]
+    await begin("c", "other")
+    await begin("d", "acme")
+    message = await take(call, "changed")
+    assert message.changed.session_id == "d"
+    call.cancel()
+    # The other's changes lie between, and are skipped when it goes on from its token too.
+    await begin("e", "other")
+    await begin("f", "acme")
+    asked = sessions.WatchSessionsRequest(resume_token=message.resume_token)
+    call = cluster.sessions.WatchSessions(asked, timeout=30, metadata=acme)
+    assert (await take(call, "changed")).changed.session_id == "f"
+    call.cancel()
+
+
 async def test_leases_are_watched(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     call = cluster.leases.WatchLeases(leases.WatchLeasesRequest(), timeout=30)
