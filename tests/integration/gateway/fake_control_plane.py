@@ -178,7 +178,8 @@ class FakeControlPlane(session_grpc.SessionServiceServicer, cluster_grpc.Cluster
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> AsyncIterator[session.TurnsResponse]:
         """As a control plane of before the stream of turns."""
-        await _refuse(context, status(code_pb2.UNIMPLEMENTED, "UNIMPLEMENTED"))
+        async for _ in request_iterator:
+            await _refuse(context, status(code_pb2.UNIMPLEMENTED, "UNIMPLEMENTED"))
         yield session.TurnsResponse()
 
     async def WatchSessions(  # noqa: N802
