@@ -179,6 +179,27 @@ def test_a_row_that_was_changed_by_hand_is_found(closed: Path) -> None:
     refused(closed, StoreDamagedError, "a row of sessions is not what was written")
 
 
+@pytest.mark.parametrize("log", [False, True])
+def test_damage_in_any_byte_of_the_header_is_found_or_harmless(tmp_path: Path, log: bool) -> None:
+    path = tmp_path / "s.db"
+    if log:
+        crashed(path, transactions(5))
+    else:
+        make(path)
+    whole = contents(path)
+    expected = read(path)
+    for place in range(100):
+        for bit in (0x01, 0x10):
+            for name, data in whole.items():
+                (tmp_path / name).write_bytes(data)
+            patch(path, place, bytes([whole[path.name][place] ^ bit]))
+            before = contents(path)
+            try:
+                assert read(path) == expected, place
+            except StoreError:
+                assert contents(path) == before, place
+
+
 def test_a_folder_is_not_a_file(tmp_path: Path) -> None:
     refused(tmp_path, StoreError, "is not a file")
 

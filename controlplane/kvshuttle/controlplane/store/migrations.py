@@ -15,7 +15,7 @@ from zlib import crc32
 
 import msgspec
 
-__all__ = ["STEPS", "VERSION", "Step", "checksum", "create", "upgrade"]
+__all__ = ["STEPS", "VERSION", "Step", "checksum", "create", "upgrade", "why_not"]
 
 Step = Callable[[sqlite3.Connection], None]
 
@@ -186,6 +186,29 @@ def _numbered(db: sqlite3.Connection, steps: Sequence[Step], first: int, also: s
         if db.in_transaction:
             db.execute("ROLLBACK")
         raise
+
+
+def _schema(db: sqlite3.Connection) -> set[str]:
+    """Its tables, as they were made."""
+    texts = db.execute("SELECT sql FROM sqlite_schema WHERE sql IS NOT NULL")
+    return {" ".join(text.split()) for (text,) in texts}
+
+
+def why_not(db: sqlite3.Connection, version: int) -> str:
+    """Why a file is not what its version says, or nothing. Looked at before anything is written:
+    an upgrade that fails half way changes nothing, but merges the log."""
+    made = sqlite3.connect(":memory:", isolation_level=None)
+    try:
+        _numbered(made, STEPS[:version], 1)
+        if _schema(made) != _schema(db):
+            return f"its tables are not those of version {version}"
+    finally:
+        made.close()
+    for table in ("sessions", "leases", "workers") if version < 3 else ():
+        query = f"SELECT count(*) FROM {table} WHERE NOT json_valid(body)"  # noqa: S608
+        if db.execute(query).fetchone()[0]:
+            return f"a row of {table} is not what was written"
+    return ""
 
 
 def create(db: sqlite3.Connection, application_id: int, steps: Sequence[Step] = STEPS) -> None:

@@ -121,7 +121,7 @@ class SqliteStore:
         try:
             version = db.execute("PRAGMA user_version").fetchone()[0]
             check_version(self.path, version, SCHEMA_VERSION)
-            _check_structure(self.path, db)
+            _check_structure(self.path, db, version)
             if version == SCHEMA_VERSION:
                 self._found = _read_all(self.path, db)
         except sqlite3.Error as error:
@@ -142,8 +142,9 @@ class SqliteStore:
         if not db.execute("SELECT count(*) FROM sqlite_schema").fetchone()[0]:
             migrations.create(db, APPLICATION_ID)
         # A damaged page can hide rows without any error; this costs half a second at a million.
-        _check_structure(self.path, db)
-        version = migrations.upgrade(db)
+        version = db.execute("PRAGMA user_version").fetchone()[0]
+        _check_structure(self.path, db, version)
+        migrations.upgrade(db)
         mode = db.execute("PRAGMA journal_mode = WAL").fetchone()[0]
         if mode != "wal":
             raise StoreError(f"{self.path}: the file system does not support SQLite's WAL mode")
@@ -236,11 +237,13 @@ def _read_all(path: Path, db: sqlite3.Connection) -> Snapshot:
         raise damaged(path, error) from error
 
 
-def _check_structure(path: Path, db: sqlite3.Connection) -> None:
+def _check_structure(path: Path, db: sqlite3.Connection, version: int) -> None:
     """StoreDamagedError; sqlite3.Error too."""
     (found,) = db.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
         raise damaged(path, found)
+    if why_not := migrations.why_not(db, version):
+        raise damaged(path, why_not)
 
 
 def _refusal(path: Path, error: sqlite3.Error) -> StoreError:
