@@ -10,9 +10,16 @@ import pytest
 
 from kvshuttle.controlplane.model import commands as c
 from kvshuttle.controlplane.model.errors import IncarnationMismatchError
-from kvshuttle.controlplane.model.reports import LeaseReport
-from kvshuttle.controlplane.model.terms import LeaseState, WorkerRef, WorkerRole
-from tests.unit.controlplane.world import World
+from kvshuttle.controlplane.model.reports import LeaseReport, ReplicaReport
+from kvshuttle.controlplane.model.terms import (
+    LeaseState,
+    ReplicaState,
+    SessionKey,
+    TurnOutcome,
+    WorkerRef,
+    WorkerRole,
+)
+from tests.unit.controlplane.world import KEY, World
 
 DOCS = Path(__file__).parents[3] / "docs" / "recovery.md"
 ROWS: dict[str, Callable[[World], None]] = {}
@@ -366,6 +373,69 @@ def _(world: World) -> None:
         world.do(world.registry.fence(world.now, destination, "power off"))
         assert not world.lease(lease_id).open
         assert let_go(world, source, lease_id)
+
+
+# -- replicas and turns --------------------------------------------------------------------------
+
+
+def replica(session_id: str = "s") -> ReplicaReport:
+    return ReplicaReport(
+        SessionKey("t", session_id), bytes([20]), 20, 640, ReplicaState.HARD, 300_000_000_000
+    )
+
+
+@row("replica-adopted")
+def _(world: World) -> None:
+    world.pair()
+    world.begin()
+    world.start()
+    world.connect("p", WorkerRole.PREFILL)
+    decode = world.connect("d", WorkerRole.DECODE, replicas=(replica(),))
+    assert world.begin().plan.reason == "CHEAPER_TO_MOVE"
+    assert len(world.told(decode, c.Harden)) == 1
+
+
+@row("replica-of-nobody")
+def _(world: World) -> None:
+    world.pair()
+    world.begin()
+    world.do(world.registry.end_session(world.now, KEY))
+    world.start()
+    world.sent.clear()
+    decode = world.connect("d", WorkerRole.DECODE, replicas=(replica(), replica("never")))
+    released = [x.key.session_id for x in world.told(decode, c.ReleaseReplica)]
+    assert released == ["s", "never"]
+    assert not world.state.replicas_of_session(KEY)
+
+
+@row("replica-gone")
+def _(world: World) -> None:
+    _, decode = world.pair()
+    world.begin()
+    world.offer(decode, 20)
+    assert world.state.replicas_of_session(KEY)
+    for again in (False, True):
+        if again:
+            world.start()
+        world.pair()
+        assert not world.state.replicas_of_session(KEY)
+        assert world.begin().plan.reason == "NO_REPLICA"
+
+
+@row("turn-goes-on")
+def _(world: World) -> None:
+    prefill, decode = world.pair()
+    turn = world.begin()
+    over = world.begin()
+    world.do(world.registry.end_turn(world.now, KEY, over.number, TurnOutcome.COMPLETED))
+    world.start()
+    world.sent.clear()
+    world.pair()
+    for ref in (prefill, decode):
+        assert [x.turn_token for x in world.told(ref, c.ExpectTurn)] == [turn.token]
+
+
+# -- and besides ---------------------------------------------------------------------------------
 
 
 def test_a_boot_whose_place_was_taken_can_be_attested_dead() -> None:
