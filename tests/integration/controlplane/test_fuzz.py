@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import gc
+import os
 import resource
 import threading
 from pathlib import Path
@@ -27,6 +28,8 @@ from tests.integration.controlplane.conftest import Cluster, T, eventually
 from tests.integration.controlplane.test_turns import first_turn
 from tests.support.wire_fuzz import message_bytes, methods, path_of
 
+EXAMPLES = int(os.environ.get("KVSHUTTLE_FUZZ_EXAMPLES", "25"))
+"""Requests for every RPC; a night's run may set more."""
 RIGHT = {
     grpc.StatusCode.OK,
     grpc.StatusCode.INVALID_ARGUMENT,
@@ -181,7 +184,7 @@ def test_no_bytes_crash_an_rpc(method: MethodDescriptor, tmp_path: Path) -> None
                 runner.run(target.throw(method, [message]))
             before, memory = runner.run(async_census()), memory_mib()
 
-            @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+            @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
             @given(
                 st.lists(
                     message_bytes(method.input_type, target.texts),
@@ -225,7 +228,9 @@ def test_no_bytes_of_an_agent_crash_its_stream_or_others(tmp_path: Path) -> None
 
         try:
 
-            @settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+            @settings(
+                max_examples=2 * EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck)
+            )
             @given(st.lists(message_bytes(descriptor, target.texts), max_size=5), st.booleans())
             def fuzz(messages: list[bytes], tell: bool) -> None:
                 hello = agents.ConnectRequest(hello=hostile.hello)
