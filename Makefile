@@ -56,7 +56,7 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 
 # ----------------------------------------------------------------------------------- tests
 
-.PHONY: test test-fast lint proto sim bench-controlplane bench-idle bench-retention bench-ttft clean
+.PHONY: test test-fast lint proto sim sim-exhaustive bench-controlplane bench-idle bench-retention bench-ttft clean
 test: model lint ## lint and all tests, those on real engines too
 	@$(BIN)/python -m pytest tests --durations=15 $(ARGS)
 
@@ -74,6 +74,9 @@ SCHEDULES ?= 10000
 LONG ?= 0
 sim: $(VENV)/.dev ## the lease protocol on virtual time: seeded faults, invariants checked
 	@$(BIN)/python -m tests.simulation --schedules $(SCHEDULES) --minutes $(LONG) $(ARGS)
+
+sim-exhaustive: $(VENV)/.dev ## every order of events around one lease, as far as a minute goes
+	@$(BIN)/python -m tests.simulation.exhaustive $(ARGS)
 
 bench-controlplane: $(VENV)/.dev ## turns, renewals and sessions of one control plane; QUICK=1, TRACES=path
 	@$(BIN)/python -m benchmarks.controlplane $(if $(QUICK),--quick) $(if $(TRACES),--traces $(TRACES)) $(ARGS)

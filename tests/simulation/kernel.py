@@ -41,7 +41,7 @@ class Machine:
     def __init__(self, kernel: Kernel, name: str, *, ppm: int = 0) -> None:
         self.kernel = kernel
         self.name = name
-        self._ppm = ppm
+        self.ppm = ppm
         # Machines were not booted at the same time.
         self._base_ns = kernel.rng.randrange(1, 10_000) * SECOND
         self._wall_ns = 1_700_000_000 * SECOND
@@ -51,7 +51,7 @@ class Machine:
     def boottime(self) -> int:
         """CLOCK_BOOTTIME: never steps, runs on in suspend."""
         now = self.kernel.now
-        return self._base_ns + now + now * self._ppm // 1_000_000
+        return self._base_ns + now + now * self.ppm // 1_000_000
 
     def monotonic(self) -> int:
         """CLOCK_MONOTONIC: stands still in suspend."""

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
-from tests.simulation.kernel import Kernel, Thread, between
-
-if TYPE_CHECKING:
-    pass
+from tests.simulation.kernel import MS, Kernel, Thread, between
 
 __all__ = ["Stream", "StreamEnd"]
 
@@ -90,7 +87,12 @@ class Stream:
     ) -> None:
         if not self.open:
             return
-        at = self.kernel.now + between(self.kernel.rng, 0.1, self.delay_ms)
+        rng = self.kernel.rng
+        at = self.kernel.now + (
+            between(rng, 0.1, self.delay_ms)
+            if self.delay_ms < 50
+            else int(rng.uniform(0.1, self.delay_ms) * MS)
+        )
         at = max(at, self._last[way])
         self._last[way] = at
         self.kernel.at(at - self.kernel.now, to, arrive, message)

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 
 
-def simulate(*options: str, hash_seed: str = "random") -> tuple[str, dict[str, Any]]:
+def simulate(
+    *options: str, module: str = "tests.simulation", hash_seed: str = "random"
+) -> tuple[str, dict[str, Any]]:
     """Its output and the JSON line at the end; fails with the output if a check fails."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.simulation", *options],
+        [sys.executable, "-m", module, *options],
         capture_output=True,
         text=True,
         check=False,
@@ -36,6 +38,23 @@ def test_a_seed_replays_exactly(seed: int) -> None:
     second, _ = simulate("--seed", str(seed), "--trace", hash_seed="2")
     assert "trace hash" in first
     assert first == second
+
+
+EXHAUSTIVE = "tests.simulation.exhaustive"
+
+
+def test_the_first_orders_of_events_around_one_lease_violate_nothing() -> None:
+    _, result = simulate("--steps", "2000", module=EXHAUSTIVE)
+    assert result["steps"] >= 2_000
+    assert result["depth"] >= 4
+
+
+@pytest.mark.simulation
+@pytest.mark.timeout(3_600)
+@pytest.mark.parametrize("faults", ["1", "2"])
+def test_every_order_of_events_around_one_lease_violates_nothing(faults: str) -> None:
+    _, result = simulate("--faults", faults, module=EXHAUSTIVE)
+    assert result["states"] > 10_000
 
 
 @pytest.mark.simulation
