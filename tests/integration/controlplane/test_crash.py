@@ -6,6 +6,7 @@ import asyncio
 import os
 import random
 import resource
+import signal
 from pathlib import Path
 
 import grpc
@@ -14,7 +15,10 @@ import pytest
 from kvshuttle.controlplane.store import SqliteStore
 from kvshuttle.v1 import lease_service_pb2 as leases
 from kvshuttle.v1 import lease_service_pb2_grpc as lease_grpc
+from kvshuttle.v1 import session_service_pb2 as sessions
+from kvshuttle.v1 import session_service_pb2_grpc as session_grpc
 from kvshuttle.v1 import types_pb2 as types
+from tests.integration.controlplane.agent import Agent, hashes
 from tests.integration.controlplane.conftest import eventually
 from tests.integration.controlplane.live import History, LiveAgent, Load, kill
 from tests.integration.controlplane.test_process import Process
@@ -113,3 +117,34 @@ async def test_a_full_disk_ends_it_and_nothing_that_was_told_is_lost(tmp_path: P
     store = SqliteStore(tmp_path / "store.db")
     history.check(store.load())
     store.close()
+
+
+async def test_a_paused_control_plane_grants_nothing_late(tmp_path: Path) -> None:
+    """What came while it was stopped is as old as it is: the guard counts the pause."""
+    process = await asyncio.to_thread(Process, tmp_path, *FLAGS, "--guard=1", "--no-eager")
+    channel = grpc.aio.insecure_channel(process.ready["agent"])
+    prefill = await Agent(channel, "p", types.WORKER_ROLE_PREFILL).connect()
+    decode = await Agent(channel, "d", types.WORKER_ROLE_DECODE).connect()
+    stub = session_grpc.SessionServiceStub(channel)
+    chain = hashes("paused", 8)
+    request = sessions.BeginTurnRequest(session_id="s", return_policy=sessions.RETURN_POLICY_ALWAYS)
+    first = await stub.BeginTurn(request, timeout=10)
+    await decode.offer(chain, "s", first.turn_token, types.LEG_DECODE)
+    await eventually(
+        lambda: stub.GetSession(sessions.GetSessionRequest(session_id="s"), timeout=10),
+        lambda got: len(got.session.replicas) == 1,
+    )
+    await stub.BeginTurn(request, timeout=10)
+    order = await decode.told("harden")
+    process.child.send_signal(signal.SIGSTOP)
+    await decode.harden(order, chain)
+    await asyncio.sleep(1.2)
+    process.child.send_signal(signal.SIGCONT)
+    revoke = await prefill.told("revoke", lease_id=order.lease_id)
+    assert revoke.reason in ("HARDENED_TOO_LATE", "HARDEN_TIMEOUT")
+    await decode.told("reader_stopped", lease_id=order.lease_id)
+    assert "grant" not in prefill.kinds()
+    for agent in (prefill, decode):
+        await agent.close()
+    await channel.close()
+    process.stop()

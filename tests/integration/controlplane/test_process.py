@@ -63,7 +63,8 @@ class Process:
 
 @pytest.fixture(scope="module")
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
-    process = Process(tmp_path_factory.mktemp("cp"))
+    # Its scripted agent sends no heartbeats.
+    process = Process(tmp_path_factory.mktemp("cp"), "--silence=60")
     yield process
     if process.child.poll() is None:
         process.stop()
