@@ -151,7 +151,8 @@ class Limits:
     """Gaps of one kind that those of all kinds count as much as."""
     gap_own_weight: float = 8.0
     """Gaps of a session's own that its kind counts as much as. This and the two above were chosen
-    on one half of the recorded sessions; between a half and twice as much differs little."""
+    on one half of the recorded sessions, after trials on all; half or twice as much differs
+    little."""
     gaps_watched: int = 4_096
     """Open gaps that are watched at once to learn from: 0.5 MB, and a look takes some ms."""
     gaps_remembered: float = 20_000.0
