@@ -276,5 +276,8 @@ class Fleet:
         future: asyncio.Future[tuple[Agent, pb.Grant, float]]
         future = asyncio.get_running_loop().create_future()
         self._waiting[key] = future
-        async with asyncio.timeout(60):
-            return await future
+        try:
+            async with asyncio.timeout(60):
+                return await future
+        except TimeoutError:
+            raise RuntimeError(self.broken or f"no grant for {token} within a minute") from None

@@ -41,6 +41,8 @@ class ControlPlane:
             "log_level": "info",
             # The return of a turn's KV is measured where its next turn asks for it.
             "eager": "false",
+            # An agent here shares its core with all the others, and with what else runs.
+            "silence": 60,
             # Budgets are not what is measured here.
             "leased_share": 0,
             "tenant_leased_share": 0,

@@ -25,13 +25,16 @@ __all__ = ["main"]
 log = structlog.get_logger("kvshuttle.controlplane")
 
 
-def _settle_memory() -> None:
+def _settle() -> None:
     """What was loaded stays, and is not looked at by the collector again; and it looks at all else
     less often. A pass over a million sessions would hold up every grant for a third of a second,
     and finds nothing: the state has no cycles."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 50, 50)
+    # The journal's thread waits for the interpreter after each statement and each sync, and every
+    # grant waits for the journal.
+    sys.setswitchinterval(0.000_2)
 
 
 async def serve(options: settings.Settings) -> int:
@@ -52,7 +55,7 @@ async def serve(options: settings.Settings) -> int:
         except (StoreError, SettingsError) as error:
             log.error("cannot_start", error=str(error))
             return 1
-        _settle_memory()
+        _settle()
         failed = asyncio.create_task(server.failed())
         await asyncio.wait((stop, failed), return_when=asyncio.FIRST_COMPLETED)
         if failed.done():

@@ -21,6 +21,7 @@ __all__ = [
     "lease_to_row",
     "session_from_row",
     "session_to_row",
+    "to_row",
     "worker_from_row",
     "worker_to_row",
 ]
@@ -55,6 +56,11 @@ def lease_to_row(lease: Lease) -> bytes:
 def lease_from_row(lease_id: str, body: bytes) -> Lease:
     """The inverse."""
     return packing.lease_from_bytes(lease_id, body)
+
+
+def to_row(image: Session | Lease) -> bytes:
+    """A session's row or a lease's."""
+    return session_to_row(image) if isinstance(image, Session) else lease_to_row(image)
 
 
 def worker_to_row(worker: Worker) -> str:

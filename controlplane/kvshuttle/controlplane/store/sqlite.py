@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from kvshuttle.controlplane.model.effects import Record
+    from kvshuttle.controlplane.model.lease import Lease
+    from kvshuttle.controlplane.model.session import Session
     from kvshuttle.controlplane.model.session_table import PackedSession
 
 __all__ = ["APPLICATION_ID", "LOG_BYTES", "LOG_PAGES", "SCHEMA_VERSION", "SqliteStore"]
@@ -51,6 +53,8 @@ SCHEMA_VERSION = migrations.VERSION
 LOG_PAGES = 1_000
 """Pages in the log after which a commit merges it into the file: 4 MB, which costs a commit some
 10 ms now and then, and bounds what a start after a crash has to read again."""
+CACHE_KIB = 16 << 10
+"""Holds the inner pages of a million rows, so that a row costs one page to find, not three."""
 LOG_BYTES = 16 << 20
 """The log file is cut to this after one transaction made it larger."""
 
@@ -61,10 +65,24 @@ _ROWS = {
     "workers": "worker_id, body, incarnation",
 }
 
-_PUT = {
-    table: f"INSERT OR REPLACE INTO {table} ({columns}, crc) "  # noqa: S608
-    f"VALUES ({'?, ' * len(columns.split(','))}?)"
-    for table, columns in _ROWS.items()
+ROWS_AT_ONCE = (32, 8, 1)
+"""Rows in one statement. sqlite3 lets go of the interpreter for each and has to wait for it again,
+up to a switch interval while the event loop is busy: few statements make short commits."""
+
+
+def _put_sql(table: str, rows: int) -> str:
+    columns = _ROWS[table]
+    row = f"({'?, ' * len(columns.split(','))}?)"
+    return (
+        f"INSERT OR REPLACE INTO {table} ({columns}, crc) "  # noqa: S608
+        f"VALUES {', '.join([row] * rows)}"
+    )
+
+
+_PUT = {(table, rows): _put_sql(table, rows) for table in _ROWS for rows in ROWS_AT_ONCE}
+_DROP = {
+    "sessions": "DELETE FROM sessions WHERE tenant = ? AND session_id = ?",
+    "leases": "DELETE FROM leases WHERE lease_id = ?",
 }
 
 
@@ -150,6 +168,7 @@ class SqliteStore:
             raise StoreError(f"{self.path}: the file system does not support SQLite's WAL mode")
         db.execute(f"PRAGMA wal_autocheckpoint = {LOG_PAGES}")
         db.execute(f"PRAGMA journal_size_limit = {LOG_BYTES}")
+        db.execute(f"PRAGMA cache_size = -{CACHE_KIB}")
         # Takes the lock and, in this locking mode, keeps it.
         db.execute("BEGIN EXCLUSIVE")
         db.execute("COMMIT")
@@ -164,31 +183,57 @@ class SqliteStore:
         found, self._found = self._found, None
         return found if found is not None else _read_all(self.path, self._db)
 
-    def _put(self, table: str, *columns: str | int | bytes) -> None:
-        self._db.execute(_PUT[table], (*columns, checksum(*columns)))
+    def _put(self, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
+        at = 0
+        for size in ROWS_AT_ONCE:
+            while len(rows) - at >= size:
+                several = rows[at : at + size]
+                values = [x for row in several for x in (*row, checksum(*row))]
+                self._db.execute(_PUT[table, size], values)
+                at += size
+
+    def _last(self, records: Iterable[Record]) -> dict[str, dict[tuple[str, ...], bytes | None]]:
+        """Of each session and lease its last image, None where it is dropped; the others are
+        written as they come, for they are few."""
+        last: dict[str, dict[tuple[str, ...], Session | Lease | None]]
+        last = {"sessions": {}, "leases": {}}
+        for record in records:
+            match record:
+                case PutSession(session):
+                    last["sessions"][session.key] = session
+                case DropSession(key):
+                    last["sessions"][key] = None
+                case PutLease(lease):
+                    last["leases"][(lease.lease_id,)] = lease
+                case DropLease(lease_id):
+                    last["leases"][(lease_id,)] = None
+                case PutWorker(worker):
+                    name, incarnation = worker.ref
+                    self._put("workers", [(name, codec.worker_to_row(worker), incarnation)])
+                case DropWorker(ref):
+                    self._db.execute(
+                        "DELETE FROM workers WHERE worker_id = ? AND incarnation = ?", ref
+                    )
+                case PutTerm(epoch, lineage_id, last_incarnation, time_ns):
+                    self._put("term", [(1, epoch, lineage_id, last_incarnation, time_ns)])
+        return {
+            table: {
+                key: codec.to_row(image) if image is not None else None
+                for key, image in images.items()
+            }
+            for table, images in last.items()
+        }
 
     def commit(self, records: Iterable[Record]) -> None:
         """One transaction, synced."""
         execute = self._db.execute
         try:
             execute("BEGIN IMMEDIATE")
-            for record in records:
-                match record:
-                    case PutSession(session):
-                        self._put("sessions", *session.key, codec.session_to_row(session))
-                    case DropSession(key):
-                        execute("DELETE FROM sessions WHERE tenant = ? AND session_id = ?", key)
-                    case PutLease(lease):
-                        self._put("leases", lease.lease_id, codec.lease_to_row(lease))
-                    case DropLease(lease_id):
-                        execute("DELETE FROM leases WHERE lease_id = ?", (lease_id,))
-                    case PutWorker(worker):
-                        name, incarnation = worker.ref
-                        self._put("workers", name, codec.worker_to_row(worker), incarnation)
-                    case DropWorker(ref):
-                        execute("DELETE FROM workers WHERE worker_id = ? AND incarnation = ?", ref)
-                    case PutTerm(epoch, lineage_id, last_incarnation, time_ns):
-                        self._put("term", 1, epoch, lineage_id, last_incarnation, time_ns)
+            for table, images in self._last(records).items():
+                self._put(table, [(*key, x) for key, x in images.items() if x is not None])
+                for key, body in images.items():
+                    if body is None:
+                        execute(_DROP[table], key)
             execute("COMMIT")
         except sqlite3.Error as error:
             raise StoreError(f"{self.path} cannot be written: {error}") from error
