@@ -296,6 +296,26 @@ def _(world: World) -> None:
     assert not let_go(world, source, lease_id)
 
 
+@row("fenced-source-destination-has")
+def _(world: World) -> None:
+    """The fence was said while its stream was down, and another boot has the name since."""
+    source, destination, lease_id = granted(world)
+    world.lose(destination)
+    world.do(world.registry.fence(world.now, source, "power off"))
+    source_says(world, boot="another")
+    destination_says(world, *reads(lease_id))
+    assert told_to_stop(world, destination, lease_id)
+    assert source in [x.worker for x in world.told(destination, c.PeerFenced)]
+    world = World()
+    source, destination, lease_id = granted(world)
+    world.do(world.registry.fence(world.now, source, "power off"))
+    world.start()
+    source_says(world, boot="another")
+    destination_says(world, *reads(lease_id))
+    assert told_to_stop(world, destination, lease_id)
+    assert source in [x.worker for x in world.told(destination, c.PeerFenced)]
+
+
 @row("lost-destination-has")
 def _(world: World) -> None:
     source, destination, lease_id = granted(world)

@@ -284,6 +284,28 @@ def test_a_full_disk_loses_nothing_that_was_acknowledged(tmp_path: Path, room: i
     assert {one.key for one in after.sessions} == keys(transactions(100, 300)[:acknowledged])
 
 
+def test_a_link_to_a_file_is_the_file(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    real, link = tmp_path / "real" / "s.db", tmp_path / "link.db"
+    crashed(real, transactions(7))
+    link.symlink_to(real)
+    flip(log_of(real), HEADER + 40)
+    before = contents(real)
+    with pytest.raises(StoreDamagedError, match="its log"):
+        read(link)
+    assert contents(real) == before
+    flip(log_of(real), HEADER + 40)
+    assert read(link).epoch == 7
+    assert [path.name for path in tmp_path.iterdir() if path.is_file()] == ["link.db"]
+
+
+def test_any_name_will_do(tmp_path: Path) -> None:
+    path = tmp_path / "a b?mode=ro#%41é.db"
+    crashed(path, transactions(3))
+    assert read(path).epoch == 3
+    assert path.is_file()
+
+
 # -- the log -------------------------------------------------------------------------------------
 
 

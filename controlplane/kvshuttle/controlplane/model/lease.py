@@ -143,6 +143,10 @@ class Lease(Struct, frozen=True, array_like=True, gc=False):
             renewal=None,
         )
 
+    def ended_because(self, reason: str) -> Lease:
+        """The ended lease, of which more is known now."""
+        return replace(self, end_reason=reason)
+
     def stopping(self, final: LeaseState, reason: str) -> Lease:
         """The destination is told to stop. A second asking keeps the first reason."""
         self._to(final)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DESTINATION_LOST",
+    "SOURCE_FENCED",
     "active",
     "admit",
     "due",
@@ -54,6 +55,9 @@ __all__ = [
     "stopped",
 ]
 
+
+SOURCE_FENCED = "SOURCE_FENCED"
+"""Why a lease was stopped whose source was attested dead."""
 
 DESTINATION_LOST = "DESTINATION_LOST"
 """Why a lease ended in the books whose destination's stream is gone: it may read on."""

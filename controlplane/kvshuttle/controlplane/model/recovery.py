@@ -16,7 +16,7 @@ import numpy as np
 
 from kvshuttle.controlplane.model import lease_events, turn_events
 from kvshuttle.controlplane.model.agenda import Due
-from kvshuttle.controlplane.model.commands import ReaderStopped, Revoke
+from kvshuttle.controlplane.model.commands import PeerFenced, ReaderStopped, Revoke
 from kvshuttle.controlplane.model.errors import SupersededError
 from kvshuttle.controlplane.model.lease_table import LeaseTable
 from kvshuttle.controlplane.model.session_table import PackedSessions, SessionTable
@@ -245,6 +245,9 @@ def _destination_has(w: Work, worker: Worker, report: LeaseReport) -> None:
     if lease is not None:
         reason = lease.stop.reason if lease.stop else lease.end_reason or reason
     w.command(worker.ref, Revoke(report.lease_id, version, reason, ""))
+    if lease is not None and reason == lease_events.SOURCE_FENCED:
+        # fenced-source-destination-has: what it reads from will not end its read.
+        w.command(worker.ref, PeerFenced(lease.source))
 
 
 def _known(w: Work, lease: Lease, report: LeaseReport) -> None:

@@ -300,7 +300,10 @@ def _dead(w: Work, ref: WorkerRef, attestation: str) -> None:
         if lease.destination == ref:
             lease_events.reader_gone(w, lease, LeaseState.REVOKED, "FENCED")
         elif lease.source == ref and lease.open:
-            lease_events.stop(w, lease, LeaseState.FAILED, "SOURCE_FENCED")
+            lease_events.fail(w, lease, lease_events.SOURCE_FENCED)
+        elif lease.source == ref and lease.end_reason == lease_events.DESTINATION_LOST:
+            # Its reader may come back, and must not read on.
+            w.put_lease(lease.ended_because(lease_events.SOURCE_FENCED))
     for other in w.state.workers.values():
         if other.connected:
             w.command(other.ref, PeerFenced(ref))

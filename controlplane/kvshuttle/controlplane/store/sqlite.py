@@ -96,7 +96,8 @@ class SqliteStore:
     durable = True
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        # SQLite keeps the log beside the file itself, not beside a link to it.
+        self.path = Path(os.path.realpath(path))
         self._found: Snapshot | None = None
         new = check_header(self.path, SCHEMA_VERSION)
         if not new:
