@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import gc
 import os
@@ -245,6 +246,70 @@ def test_no_bytes_of_an_agent_crash_its_stream_or_others(tmp_path: Path) -> None
             runner.run(target.settle())
         finally:
             runner.run(cluster.stop())
+
+
+PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
+
+
+def frame(kind: int, flags: int, stream: int, payload: bytes, lie: int) -> bytes:
+    """An HTTP/2 frame; `lie` is added to its length."""
+    length = max(0, len(payload) + lie) & 0xFFFFFF
+    return length.to_bytes(3, "big") + bytes((kind, flags)) + stream.to_bytes(4, "big") + payload
+
+
+FRAMES = st.builds(
+    frame,
+    st.one_of(st.integers(0, 10), st.integers(0, 255)),
+    st.integers(0, 255),
+    st.sampled_from((0, 1, 3, 5, 2, 2**31 - 1, 2**32 - 1)),
+    # Headers of a call, a gRPC message of an RPC, and anything.
+    st.one_of(
+        st.binary(max_size=64),
+        st.just(bytes.fromhex("838644") + b"\x0d/kvshuttle.v1"),
+        st.just(b"\x00\x00\x00\x00\x03\x0a\x01s"),
+        st.just(b"\x00\xff\xff\xff\xff" + b"x" * 50),
+    ),
+    st.sampled_from((0, 0, 0, 0, -1, 1, 2**24 - 1)),
+)
+
+
+def test_no_frames_crash_a_listener(tmp_path: Path) -> None:
+    """Below the RPCs: well-formed connections that then send anything."""
+    with asyncio.Runner() as runner:
+        target = Target(tmp_path)
+        runner.run(target.start())
+        addresses = target.cluster.server.addresses
+        try:
+
+            async def send(address: str, frames: list[bytes]) -> None:
+                host, _, port = address.rpartition(":")
+                _, writer = await asyncio.open_connection(host, int(port))
+                settings_frame = frame(4, 0, 0, b"", 0)
+                writer.write(PREFACE + settings_frame + b"".join(frames))
+                with contextlib.suppress(ConnectionError):
+                    await writer.drain()
+                writer.close()
+                with contextlib.suppress(ConnectionError):
+                    await writer.wait_closed()
+
+            runner.run(send(addresses.api, []))
+            before, memory = runner.run(async_census()), memory_mib()
+
+            @settings(
+                max_examples=8 * EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck)
+            )
+            @given(st.lists(FRAMES, max_size=8), st.booleans())
+            def fuzz(frames: list[bytes], agents_too: bool) -> None:
+                runner.run(send(addresses.agent if agents_too else addresses.api, frames))
+
+            fuzz()
+            runner.run(calm(before))
+            assert memory_mib() < memory + 100
+            assert not target.internal()
+            runner.run(target.normal_turn("after"))
+            runner.run(target.settle())
+        finally:
+            runner.run(target.cluster.stop())
 
 
 async def readable(target: Target) -> None:

@@ -149,6 +149,29 @@ async def test_every_enum_of_a_request_must_be_known(
     assert str(value) in (error.details() or "")
 
 
+@pytest.mark.parametrize("path", list(enum_paths(sessions.TurnsRequest.DESCRIPTOR)), ids=".".join)
+async def test_every_enum_of_an_operation_must_be_known(
+    path: tuple[str, ...], town: Cluster
+) -> None:
+    table = await valid(town)
+    kind = path[1]
+    asked = {"begin": "BeginTurn", "end": "EndTurn", "update": "UpdateSession"}[kind]
+    operation: Any = sessions.TurnOperation(id=7)
+    getattr(operation, kind).CopyFrom(table[f"SessionService.{asked}"])
+    fine = sessions.TurnsRequest(operations=[operation])
+    stub: Any = town.sessions
+    stream = stub.Turns(timeout=T)
+    await stream.write(fine)
+    (result,) = (await stream.read()).results
+    assert (result.id, result.WhichOneof("result")) == (7, kind)
+    await stream.write(with_enum(fine, path, 77))
+    (result,) = (await stream.read()).results
+    assert result.error.code == INVALID.value[0]
+    assert ".".join(path[2:]) in result.error.message
+    assert "77" in result.error.message
+    stream.cancel()
+
+
 async def test_every_valid_request_is_answered(town: Cluster) -> None:
     """Else the tests above would prove nothing."""
     table = await valid(town)
