@@ -140,3 +140,32 @@ async def test_on_a_terminal(site: Site) -> None:
         terminal.child.send_signal(signal.SIGINT)
         assert await terminal.ended() == 0
         await terminal.until("go on with --resume")
+
+
+async def test_a_reader_that_has_enough(site: Site) -> None:
+    """As with `| head -1`: no complaint, whatever form the lines have."""
+    await site.pair()
+    for form in ("table", "json"):
+        await site.begin(form)
+        command = f"{sys.executable} -m kvshuttle.cli watch -o {form} | head -n 1"
+        child = await asyncio.create_subprocess_exec(
+            *("bash", "-c", f"set -o pipefail; {command}"),
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=environment(KVSHUTTLE_TARGET=site.target),
+        )
+        assert child.stdout is not None
+        assert child.stderr is not None
+        async with asyncio.timeout(RUN_S):
+            assert await child.stdout.readline()
+            # What is written next finds that nobody reads any more.
+            running = asyncio.create_task(child.wait())
+            number = 0
+            while not running.done():
+                number += 1
+                await site.begin(f"{form}-{number}")
+                await asyncio.wait({running}, timeout=0.2)
+            err = (await child.stderr.read()).decode()
+        assert child.returncode == 0, err
+        assert "Error" not in err
+        assert "Traceback" not in err

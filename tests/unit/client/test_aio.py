@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,3 +117,27 @@ async def test_a_token_does_not_travel_in_clear_text() -> None:
     assert is_loopback_target("[::1]:1")
     assert is_loopback_target("unix:/run/x")
     assert not is_loopback_target("dns:///127.0.0.1.example.com:1")
+
+
+async def test_a_long_way_to_the_server(control: FakeControlPlane) -> None:
+    """A handshake that takes longer than the pause before a retry is waited for."""
+    host, _, port = control.target.rpartition(":")
+
+    async def slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(65_536):
+                await asyncio.sleep(0.4)
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        theirs, ours = await asyncio.open_connection(host, int(port))
+        await asyncio.gather(slowly(reader, ours), slowly(theirs, writer))
+
+    proxy = await asyncio.start_server(forward, "127.0.0.1", 0)
+    address, number = proxy.sockets[0].getsockname()[:2]
+    async with AsyncClient(f"{address}:{number}") as client:
+        assert (await client.get_status(timeout=30)).epoch == 1
+    proxy.close()
+    await proxy.wait_closed()

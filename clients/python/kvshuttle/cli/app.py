@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import importlib.metadata
 import json
 import os
@@ -21,6 +20,7 @@ from kvshuttle.cli.commands.sessions import explain_session, session, sessions
 from kvshuttle.cli.commands.topping import top
 from kvshuttle.cli.commands.watching import watch
 from kvshuttle.cli.options import Command, Group, Options
+from kvshuttle.cli.output import PipeClosedError
 from kvshuttle.client import KVShuttleError
 
 if TYPE_CHECKING:
@@ -145,8 +145,8 @@ def _end(error: BaseException, options: Options) -> int:
         case KeyboardInterrupt() | click.Abort():
             sys.stderr.write("\n")
             return exits.INTERRUPTED
-        case OSError() if error.errno == errno.EPIPE:
-            # Whoever read our output has enough of it; Python must not complain at its end.
+        case PipeClosedError() | BrokenPipeError():
+            # Python must not complain at its end that it could not write the rest.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return exits.OK
         case SystemExit():

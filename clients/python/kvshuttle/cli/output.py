@@ -84,13 +84,23 @@ def literal(text: str) -> Text:
     return Text(text)
 
 
+class PipeClosedError(Exception):
+    """Whoever read our output has enough of it."""
+
+
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Rich would end the process here, in the middle of whatever runs."""
+        raise PipeClosedError
+
+
 class Printer:
     """Where a command's answer goes. With `as_json`, one document on stdout and nothing else."""
 
     def __init__(self, *, as_json: bool, color: bool | None = None) -> None:
         self.as_json = as_json
         terminal = sys.stdout.isatty()
-        self.console = Console(
+        self.console = _Console(
             width=None if terminal else PIPE_WIDTH,
             no_color=None if color is None else not color,
             force_terminal=True if color else None,

@@ -53,7 +53,9 @@ class Timeouts:
 # five minutes without calls by default, so they are sent during calls and watches only.
 _CHANNEL_OPTIONS: tuple[tuple[str, int | str], ...] = (
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    # In spite of its name: how long one try to connect may take. A TLS handshake over a long way,
+    # or with a machine under load, takes more than the pause before a retry.
+    ("grpc.min_reconnect_backoff_ms", 5_000),
     ("grpc.max_reconnect_backoff_ms", 1_000),
     ("grpc.keepalive_time_ms", 30_000),
     ("grpc.keepalive_timeout_ms", 10_000),
