@@ -123,21 +123,31 @@ async def test_a_long_way_to_the_server(control: FakeControlPlane) -> None:
     """A handshake that takes longer than the pause before a retry is waited for."""
     host, _, port = control.target.rpartition(":")
 
+    over = asyncio.Event()
+
     async def slowly(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(ConnectionError):
-            while data := await reader.read(65_536):
-                await asyncio.sleep(0.4)
-                writer.write(data)
-                await writer.drain()
-        writer.close()
+        while data := await reader.read(65_536):
+            await asyncio.sleep(0.4)
+            writer.write(data)
+            await writer.drain()
 
     async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         theirs, ours = await asyncio.open_connection(host, int(port))
-        await asyncio.gather(slowly(reader, ours), slowly(theirs, writer))
+        both = asyncio.gather(slowly(reader, ours), slowly(theirs, writer))
+        await over.wait()
+        both.cancel()
+        await asyncio.gather(both, return_exceptions=True)
+        for one in (ours, writer):
+            one.close()
+            with contextlib.suppress(ConnectionError):
+                await one.wait_closed()
+        closed.release()
 
+    closed = asyncio.Semaphore(0)
     proxy = await asyncio.start_server(forward, "127.0.0.1", 0)
     address, number = proxy.sockets[0].getsockname()[:2]
     async with AsyncClient(f"{address}:{number}") as client:
         assert (await client.get_status(timeout=30)).epoch == 1
     proxy.close()
-    await proxy.wait_closed()
+    over.set()
+    await closed.acquire()
