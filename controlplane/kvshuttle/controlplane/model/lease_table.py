@@ -8,10 +8,11 @@ much memory as its bytes and 45 more.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Iterator, MutableMapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from msgspec import Struct
 from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.packing import Press, lease_from_bytes, lease_to_bytes
@@ -25,10 +26,52 @@ if TYPE_CHECKING:
 
     Slots = npt.NDArray[np.int64]
 
-__all__ = ["LeaseTable"]
+__all__ = ["LeaseTable", "PackedLease", "PackedLeases"]
 
 NEVER = int(np.iinfo(np.int64).max)
 FIRST = 1_024
+
+
+class PackedLease(Struct, frozen=True, gc=False):
+    """A lease as a store gives it, with its age and its newest time."""
+
+    lease_id: str
+    body: bytes
+    order: tuple[int, int]
+    newest_ns: int
+
+    @classmethod
+    def of(cls, lease_id: str, body: bytes) -> PackedLease:
+        """msgspec.DecodeError, a ValueError, when it is none."""
+        lease = lease_from_bytes(lease_id, body)
+        newest_ns = max(lease.create_ns, lease.grant_ns, lease.end_ns)
+        return cls(lease_id, body, lease.order, newest_ns)
+
+    def unpack(self) -> Lease:
+        """The lease."""
+        return lease_from_bytes(self.lease_id, self.body)
+
+
+class PackedLeases(Sequence["Lease"]):
+    """Leases that are unpacked as they are looked at: a million objects at once would be as much
+    memory as all the rest."""
+
+    def __init__(self, rows: list[PackedLease]) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, at: Any) -> Any:
+        return self.rows[at].unpack()
+
+    def __iter__(self) -> Iterator[Lease]:
+        return (row.unpack() for row in self.rows)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
 
 
 class _Numbers:
@@ -176,6 +219,14 @@ class LeaseTable(MutableMapping[str, "Lease"]):
             if before is not None:
                 self._leave(lease)
 
+    def load(self, packed: PackedLease, lease: Lease) -> None:
+        """Takes up a lease as a store gives it, as bytes; `lease` is what they say."""
+        self._rows[packed.lease_id] = b"\0" + packed.body
+        if lease.state <= LeaseState.ACTIVE:
+            self._enter(lease)
+        else:
+            self.ended.setdefault(packed.lease_id)
+
     def __delitem__(self, lease_id: str) -> None:
         row = self._rows[lease_id]
         lease = self._unpack(lease_id, row) if isinstance(row, bytes) else row
@@ -315,6 +366,14 @@ class LeaseTable(MutableMapping[str, "Lease"]):
         """Granted leases count until then at least. They have that deadline from now on, wherever
         else an older one is written."""
         self.deadline_ns[slots] = np.maximum(self.deadline_ns[slots], deadline_ns)
+
+    def extend_all(self, deadline_ns: int) -> None:
+        """As `extend`, for all that are granted."""
+        state = self.state
+        self.extend(
+            np.flatnonzero((state == LeaseState.GRANTED) | (state == LeaseState.ACTIVE)),
+            deadline_ns,
+        )
 
     def slots(self, epoch: int, seqs: npt.NDArray[np.uint64]) -> Slots:
         """Where these open leases of an epoch lie; those that are not there are left out."""

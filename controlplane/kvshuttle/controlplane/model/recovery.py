@@ -12,18 +12,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from kvshuttle.controlplane.model import lease_events, turn_events
 from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.commands import PeerFenced, ReaderStopped, Revoke
 from kvshuttle.controlplane.model.errors import SupersededError
-from kvshuttle.controlplane.model.lease_table import LeaseTable
+from kvshuttle.controlplane.model.lease_table import LeaseTable, PackedLeases
 from kvshuttle.controlplane.model.session_table import PackedSessions, SessionTable
 from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH, State
 from kvshuttle.controlplane.model.terms import LeaseState
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from kvshuttle.controlplane.model.lease import Lease
     from kvshuttle.controlplane.model.limits import Limits
     from kvshuttle.controlplane.model.reports import Hello, LeaseReport
@@ -63,24 +63,35 @@ def take_over(w: Work, snapshot: Snapshot) -> None:
         )
     _take_over_sessions(w, snapshot)
     pending = []
-    for lease in sorted(snapshot.leases, key=lambda lease: lease.order):
-        state.leases[lease.lease_id] = lease
+    for lease in _take_over_leases(w, snapshot):
         w.index_lease(None, lease)
         if lease.state is LeaseState.PENDING:
             pending.append(lease)
-        elif lease.open:
-            # start-granted: it goes on, to its deadline or, if it was extended among many, to one
-            # that is not in the books and at most a TTL away.
-            slots = np.array([state.leases.slot(lease)])
-            state.leases.extend(slots, w.now_ns + limits.lease_ttl_ns)
-        else:
+        elif not lease.open:
             state.agenda.add(
                 w.now_ns + limits.ended_lease_kept_ns, Due.LEASE_FORGET, lease.lease_id
             )
         state.ledger.lease(None, lease)
+    # start-granted: it goes on, to its deadline or, if it was extended among many, to one that is
+    # not in the books and at most a TTL away.
+    state.leases.extend_all(w.now_ns + limits.lease_ttl_ns)
     for lease in pending:
         # start-pending: no lease is granted in another term than it was made in.
         w.put_lease(lease.ended(LeaseState.REVOKED, "EPOCH_CHANGED", w.now_ns))
+
+
+def _take_over_leases(w: Work, snapshot: Snapshot) -> Iterator[Lease]:
+    """Enters them, oldest first, each as an object for a moment only where they come packed."""
+    leases = w.state.leases
+    if isinstance(snapshot.leases, PackedLeases):
+        for row in sorted(snapshot.leases.rows, key=lambda row: row.order):
+            lease = row.unpack()
+            leases.load(row, lease)
+            yield lease
+    else:
+        for lease in sorted(snapshot.leases, key=lambda lease: lease.order):
+            leases[lease.lease_id] = lease
+            yield lease
 
 
 def _take_over_sessions(w: Work, snapshot: Snapshot) -> None:

@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.admission import Ledger
 from kvshuttle.controlplane.model.agenda import Agenda
-from kvshuttle.controlplane.model.lease_table import LeaseTable
+from kvshuttle.controlplane.model.lease_table import LeaseTable, PackedLeases
 from kvshuttle.controlplane.model.session_table import PackedSessions, ReplicaTable, SessionTable
 from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef
 
@@ -62,9 +62,15 @@ class Snapshot:
         return max(
             self.time_ns,
             max((x.update_ns for x in rows), default=0),
-            max((max(x.create_ns, x.grant_ns, x.end_ns) for x in self.leases), default=0),
+            max(_lease_times(self.leases), default=0),
             max((max(x.heard_ns, x.end_ns) for x in self.workers), default=0),
         )
+
+
+def _lease_times(leases: Iterable[Lease]) -> Iterable[int]:
+    if isinstance(leases, PackedLeases):
+        return (x.newest_ns for x in leases.rows)
+    return (max(x.create_ns, x.grant_ns, x.end_ns) for x in leases)
 
 
 @dataclass(slots=True)

@@ -11,6 +11,7 @@ from msgspec.structs import replace
 
 from kvshuttle.controlplane.model import packing
 from kvshuttle.controlplane.model.lease import Lease
+from kvshuttle.controlplane.model.lease_table import PackedLease
 from kvshuttle.controlplane.model.session import Session
 from kvshuttle.controlplane.model.session_table import PackedSession
 from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef, WorkerRole, WorkerState
@@ -53,9 +54,9 @@ def lease_to_row(lease: Lease) -> bytes:
     return packing.lease_to_bytes(lease)
 
 
-def lease_from_row(lease_id: str, body: bytes) -> Lease:
-    """The inverse."""
-    return packing.lease_from_bytes(lease_id, body)
+def lease_from_row(lease_id: str, body: bytes) -> PackedLease:
+    """The inverse, packed. msgspec.DecodeError, a ValueError, when it is none."""
+    return PackedLease.of(lease_id, body)
 
 
 def to_row(image: Session | Lease) -> bytes:

@@ -23,6 +23,7 @@ from kvshuttle.controlplane.model.effects import (
     PutTerm,
     PutWorker,
 )
+from kvshuttle.controlplane.model.lease_table import PackedLeases
 from kvshuttle.controlplane.model.session_table import PackedSessions
 from kvshuttle.controlplane.model.state import Snapshot
 from kvshuttle.controlplane.store import codec, migrations
@@ -274,7 +275,7 @@ def _read_all(path: Path, db: sqlite3.Connection) -> Snapshot:
             last_incarnation=last_incarnation,
             time_ns=time_ns,
             sessions=PackedSessions(_sessions(db)),
-            leases=[codec.lease_from_row(*row) for row in _rows(db, "leases")],
+            leases=PackedLeases([codec.lease_from_row(*row) for row in _rows(db, "leases")]),
             workers=[codec.worker_from_row(*row[:2]) for row in _rows(db, "workers")],
         )
     except sqlite3.Error as error:
