@@ -18,7 +18,7 @@ from google.protobuf.descriptor import MethodDescriptor
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvshuttle.controlplane.model.admission import Ledger
+from kvshuttle.controlplane.model.ledger import Ledger
 from kvshuttle.controlplane.model.limits import MS, SECOND, Limits
 from kvshuttle.v1 import agent_service_pb2 as agents
 from kvshuttle.v1 import cluster_service_pb2 as workers

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvshuttle.controlplane.model import commands as c
-from kvshuttle.controlplane.model.admission import EVICTED, Ledger
+from kvshuttle.controlplane.model.admission import EVICTED
 from kvshuttle.controlplane.model.errors import BudgetExceededError
+from kvshuttle.controlplane.model.ledger import Ledger
 from kvshuttle.controlplane.model.limits import SECOND, Limits, TenantLimits
 from kvshuttle.controlplane.model.reports import Heartbeat, PoolStats, ReplicaReport
 from kvshuttle.controlplane.model.session import Turn

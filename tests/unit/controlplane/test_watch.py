@@ -40,13 +40,11 @@ from kvshuttle.controlplane.services.watch import (
     Changed,
     Hub,
     Hubs,
-    Leases,
     Piece,
     Progress,
-    Sessions,
-    Wish,
     token,
 )
+from kvshuttle.controlplane.services.watch_sources import Leases, Sessions, Wish
 from tests.unit.controlplane.world import World
 
 # -- a hub alone ---------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Budgets: who may have how much of what, so that neither a burst nor a tenant takes it all.
 
 Four things are divided among tenants: sessions, running turns, leased blocks of each worker, and
-blocks that replicas hold (counted here, decided in `retention_events`). What each
-tenant has is counted as it changes, so a decision costs the same with one lease as with a million.
+blocks that replicas hold (decided in `retention_events`). What each tenant has is counted as it
+changes (`ledger`), so a decision costs the same with one lease as with a million.
 
 A budget never fails a turn because of its KV: a lease that is refused is a turn that recomputes,
 and its plan says why. Only sessions, turns and renewals, which a caller asks for, are refused with
@@ -15,30 +15,23 @@ one tenant more than there are: so one that comes new finds room, whatever the o
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import TYPE_CHECKING
 
 from kvshuttle.controlplane.model.errors import BudgetExceededError
-from kvshuttle.controlplane.model.terms import LeaseState, ReplicaState, WorkerRole
+from kvshuttle.controlplane.model.ledger import NOTHING
+from kvshuttle.controlplane.model.terms import WorkerRole
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from kvshuttle.controlplane.model.lease import Lease
+    from kvshuttle.controlplane.model.ledger import Division, Leased
     from kvshuttle.controlplane.model.limits import Limits
-    from kvshuttle.controlplane.model.replica import Replica
-    from kvshuttle.controlplane.model.session import Session
-    from kvshuttle.controlplane.model.state import State
-    from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef
+    from kvshuttle.controlplane.model.terms import SessionKey
     from kvshuttle.controlplane.model.work import Work
     from kvshuttle.controlplane.model.worker import Worker
 
 __all__ = [
     "EVICTED",
-    "Division",
-    "Leased",
-    "Ledger",
     "full_workers",
     "lease_room",
     "may_extend",
@@ -63,138 +56,6 @@ set, and only renewals of different lengths make that another order than the dea
 
 EVICTED = "EVICTED"
 """Why a lease was stopped that had not been read for long while its tenant wanted room."""
-
-
-@dataclass(slots=True)
-class Division:
-    """How much of one thing each tenant has. `of` names only tenants that have some."""
-
-    total: int = 0
-    of: dict[str, int] = field(default_factory=dict)
-
-    def add(self, tenant: str, amount: int) -> None:
-        """More, or less."""
-        if not amount:
-            return
-        self.total += amount
-        has = self.of.get(tenant, 0) + amount
-        if has:
-            self.of[tenant] = has
-        else:
-            del self.of[tenant]
-
-    def fair(self, tenant: str, capacity: int) -> int:
-        """An equal part, with room for one tenant more."""
-        return capacity // (len(self.of) + (tenant not in self.of) + 1)
-
-
-@dataclass(slots=True)
-class Leased:
-    """Blocks of one boot's pool that leases hold."""
-
-    blocks: Division = field(default_factory=Division)
-    # Of those, blocks whose reader was told to stop or whose lease ended in the books: they come
-    # free when the reader answers, at the latest at the source's deadline.
-    leaving: Division = field(default_factory=Division)
-    # Granted and not read yet, by tenant; in the order in which the deadlines were set.
-    unread: dict[str, dict[str, None]] = field(default_factory=dict)
-
-
-_NOTHING = Leased()
-
-
-@dataclass(slots=True)
-class Ledger:
-    """Who has what. Kept by `work.Work`; equal at any time to `Ledger.of(state)`."""
-
-    sessions: Division = field(default_factory=Division)
-    turns: Division = field(default_factory=Division)
-    leased: dict[WorkerRef, Leased] = field(default_factory=dict)
-    held: dict[WorkerRef, Division] = field(default_factory=dict)
-    # Ended leases whose source has said that it let go: nothing is held for them, though nobody
-    # knows whether their reader has stopped.
-    released: set[str] = field(default_factory=set)
-
-    @classmethod
-    def of(cls, state: State, released: Iterable[str] = ()) -> Ledger:
-        """Counted afresh: at a start, and in tests."""
-        ledger = cls(released=set(released))
-        for session in state.sessions.values():
-            ledger.session(None, session)
-        for key, _ in state.turns.values():
-            ledger.turns.add(key.tenant, 1)
-        for lease in state.leases.values():
-            ledger.lease(None, lease)
-        for session_key, replicas in state.replicas.items():
-            for replica in replicas.values():
-                ledger.replica(session_key, None, replica)
-        return ledger
-
-    def session(self, before: Session | None, after: Session | None) -> None:
-        """A session changed."""
-        was = before is not None and before.active
-        now = after is not None and after.active
-        if was != now:
-            known = after or before
-            assert known is not None
-            self.sessions.add(known.key.tenant, now - was)
-
-    def replica(self, key: SessionKey, before: Replica | None, after: Replica | None) -> None:
-        """A replica changed; only hard ones hold anything."""
-        for replica, sign in ((before, -1), (after, 1)):
-            if replica is not None and replica.state is ReplicaState.HARD:
-                division = self.held.setdefault(replica.worker, Division())
-                division.add(key.tenant, sign * replica.num_blocks)
-                if not division.total:
-                    del self.held[replica.worker]
-
-    def lease(self, before: Lease | None, after: Lease | None) -> None:
-        """A lease changed."""
-        lease = after or before
-        assert lease is not None
-        was, was_leaving, was_unread = self._weight(before)
-        now, now_leaving, now_unread = self._weight(after)
-        if (was, was_leaving, was_unread) == (now, now_leaving, now_unread):
-            return
-        tenant = lease.key.tenant
-        leased = self.leased.get(lease.source)
-        if leased is None:
-            leased = self.leased[lease.source] = Leased()
-        leased.blocks.add(tenant, now - was)
-        leased.leaving.add(tenant, now_leaving - was_leaving)
-        if was_unread != now_unread:
-            index = leased.unread.setdefault(tenant, {})
-            index.pop(lease.lease_id, None)
-            if now_unread:
-                index[lease.lease_id] = None
-            if not index:
-                del leased.unread[tenant]
-        if not leased.blocks.total:
-            del self.leased[lease.source]
-
-    def source_released(self, lease: Lease) -> None:
-        """The source of an ended lease holds nothing for it any more."""
-        if lease.open or lease.reader_stopped or lease.lease_id in self.released:
-            return
-        self.lease(lease, None)
-        self.released.add(lease.lease_id)
-
-    def dropped(self, lease: Lease) -> None:
-        """A lease is forgotten."""
-        self.lease(lease, None)
-        self.released.discard(lease.lease_id)
-
-    def _weight(self, lease: Lease | None) -> tuple[int, int, int]:
-        """Blocks held; of them, those about to come free; and the deadline of one that is granted
-        and not read, else 0."""
-        if lease is None or lease.lease_id in self.released:
-            return 0, 0, 0
-        if not lease.open and lease.reader_stopped:
-            return 0, 0, 0
-        held = (lease.range if lease.range is not None else lease.ask_range).length
-        if not lease.open or lease.stop is not None:
-            return held, held, 0
-        return held, 0, lease.deadline_ns if lease.state is LeaseState.GRANTED else 0
 
 
 def _refuse(
@@ -316,7 +177,7 @@ def lease_room(
         return "DESTINATION_QUARANTINE", []
     if _under_watermark(limits, source):
         return "WORKER_WATERMARK", []
-    leased = w.state.ledger.leased.get(source.ref, _NOTHING)
+    leased = w.state.ledger.leased.get(source.ref, NOTHING)
     if not leased.blocks.of.get(tenant) and (
         leased.blocks.total + blocks <= source.num_blocks or not limits.leased_share_worker
     ):
@@ -384,7 +245,7 @@ def may_extend(w: Work, source: Worker, tenant: str) -> bool:
     """As `renewal`, for all of a tenant's leases from a worker at once."""
     if _under_watermark(w.limits, source):
         return False
-    leased = w.state.ledger.leased.get(source.ref, _NOTHING)
+    leased = w.state.ledger.leased.get(source.ref, NOTHING)
     return not _over(w, leased, tenant, 0, source)[0]
 
 
@@ -408,7 +269,7 @@ def renewal(w: Work, lease: Lease) -> None:
             most=int(pool.total_blocks * (1 - limits.free_share_min)),
             remedy="try again, or let the lease end: the request computes",
         )
-    leased = w.state.ledger.leased.get(lease.source, _NOTHING)
+    leased = w.state.ledger.leased.get(lease.source, NOTHING)
     has = leased.blocks.of.get(tenant, 0)
     if lease.range is not None and has == lease.range.length:
         return  # its only one there: see `lease_room`

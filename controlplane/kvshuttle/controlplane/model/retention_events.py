@@ -16,7 +16,7 @@ from kvshuttle.controlplane.model.terms import ReplicaState, WorkerRole
 if TYPE_CHECKING:
     from collections.abc import Collection
 
-    from kvshuttle.controlplane.model.admission import Division
+    from kvshuttle.controlplane.model.ledger import Division
     from kvshuttle.controlplane.model.replica import Replica
     from kvshuttle.controlplane.model.session import Session
     from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING
 from msgspec import Struct
 from msgspec.structs import replace
 
-from kvshuttle.controlplane.model.admission import Ledger
 from kvshuttle.controlplane.model.agenda import Agenda
 from kvshuttle.controlplane.model.lease_table import LeaseTable, PackedLeases
+from kvshuttle.controlplane.model.ledger import Ledger
 from kvshuttle.controlplane.model.session_table import PackedSessions, ReplicaTable, SessionTable
 from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef
 

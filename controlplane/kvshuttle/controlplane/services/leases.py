@@ -8,7 +8,7 @@ from kvshuttle.controlplane.model.errors import NotFoundError
 from kvshuttle.controlplane.model.terms import LeaseState
 from kvshuttle.controlplane.services.convert import lease_out
 from kvshuttle.controlplane.services.guard import tenant_or_all
-from kvshuttle.controlplane.services.watch import Leases
+from kvshuttle.controlplane.services.watch_sources import Leases
 from kvshuttle.controlplane.services.watching import LEASES, watch
 from kvshuttle.v1 import lease_service_pb2 as pb
 from kvshuttle.v1 import lease_service_pb2_grpc as pb_grpc

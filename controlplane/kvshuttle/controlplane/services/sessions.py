@@ -9,7 +9,7 @@ from kvshuttle.controlplane.model.terms import (
     SessionState,
 )
 from kvshuttle.controlplane.services.guard import tenant_or_all
-from kvshuttle.controlplane.services.watch import Sessions
+from kvshuttle.controlplane.services.watch_sources import Sessions
 from kvshuttle.controlplane.services.watching import SESSIONS, watch
 from kvshuttle.v1 import session_service_pb2 as pb
 from kvshuttle.v1 import session_service_pb2_grpc as pb_grpc

@@ -14,7 +14,8 @@ from kvshuttle.controlplane.model.effects import (
 )
 from kvshuttle.controlplane.services.convert import lease_out, session_out
 from kvshuttle.controlplane.services.guard import tenant_or_all
-from kvshuttle.controlplane.services.watch import Changed, Piece, Source, Wish, token
+from kvshuttle.controlplane.services.watch import Changed, Piece, token
+from kvshuttle.controlplane.services.watch_sources import Source, Wish
 from kvshuttle.v1 import lease_service_pb2 as leases
 from kvshuttle.v1 import session_service_pb2 as sessions
 
