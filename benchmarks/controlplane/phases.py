@@ -166,7 +166,7 @@ async def _fill(world: World, held: Sequence[Held], *, leased: bool) -> None:
             agent, grant, _ = await fleet.grant(begun.turn_token, types.WORKER_ROLE_PREFILL)
             agent.leases.append((grant.lease_epoch, grant.lease_seq))
 
-    at_once = 512
+    at_once = AT_ONCE
     if leased:
         await asyncio.gather(*(lease(held[i::at_once]) for i in range(at_once)))
     else:
@@ -181,8 +181,9 @@ async def million(options: Options, lengths: ChainLengths) -> dict[str, float]:
     steps = sorted({min(n, options.sessions) for n in (1_000, 100_000, options.sessions)})
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-1m-") as name:
         folder = Path(name)
-        # Long enough that no lease or turn runs out while the sessions are made.
-        settings = {"lease_ttl": 600, "turn_timeout": 7_200, "retention": 3_600}
+        # Long enough that no lease or turn runs out while the sessions are made. Descriptors of
+        # whole conversations, 100 KB in the median, are queued here: they may take a while.
+        settings = {"lease_ttl": 600, "guard": 60, "turn_timeout": 7_200, "retention": 3_600}
         async with running(options, folder, **settings) as world:
             held: list[Held] = []
             cost: dict[int, float] = {}
@@ -207,7 +208,10 @@ async def million(options: Options, lengths: ChainLengths) -> dict[str, float]:
             found["turn_cost_ratio_1m_to_1k"] = cost[steps[-1]] / cost[steps[0]]
             found |= {f"turn_cpu_us_at_{count}": cpu for count, cpu in cost.items()}
             began = time.perf_counter()
+            renewing = asyncio.create_task(_renew_until(world, 120))
             await _fill(world, held, leased=True)
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
             found["rss_gib_at_1m"] = world.server.rss_gib()
             say(
                 f"  {len(held):,} sessions, each with a turn that runs and a granted lease "
@@ -282,7 +286,7 @@ async def expiry(options: Options) -> dict[str, float]:
         held = [Held(f"session-{i}", SHORT_BLOCKS) for i in range(1_000)]
         await _fill(world, held, leased=False)
         await _fill(world, doomed, leased=False)
-        renewing = asyncio.create_task(_renew_until(world, doomed))
+        renewing = asyncio.create_task(_renew_until(world, 5))
         await _fill(world, doomed, leased=True)
         renewing.cancel()
         await asyncio.gather(renewing, return_exceptions=True)
@@ -318,7 +322,8 @@ def _ask_all(world: World) -> list[tuple[Agent, int]]:
     return asked
 
 
-async def _renew_until(world: World, doomed: Sequence[Held]) -> None:
+async def _renew_until(world: World, pause_s: float) -> None:
+    """Keeps all leases alive until it is cancelled."""
     while True:
-        await asyncio.sleep(5)
+        await asyncio.sleep(pause_s)
         _ask_all(world)
