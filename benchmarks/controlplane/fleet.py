@@ -151,13 +151,14 @@ class Agent:
             self.fleet.broken = f"{self.worker_id}: {error.code().name} {error.details()}"
 
     def _harden(self, order: pb.Harden) -> None:
-        count = order.range.end
+        count = min(order.range.end, self.fleet.most_blocks)
+        held = types.BlockRange(start=0, end=count)
         self.emit(
             hardened=pb.LeaseHardened(
                 lease_id=order.lease_id,
                 version=order.version,
                 blocks=types.BlockDescriptors(
-                    range=order.range,
+                    range=held,
                     block_ids=range(1_000_000, 1_000_000 + count),
                     hashes=bytes(32 * (count - 1)) + order.head_hash,
                     hash_size=32,
@@ -219,6 +220,8 @@ class Fleet:
         Fleet.run += 1
         self.sent_messages = self.heard_messages = 0
         self.broken = ""
+        # A source may hold less than it was asked for.
+        self.most_blocks = 1 << 20
         # A channel an agent, as agents are processes of their own.
         self._channels = [
             grpc.aio.insecure_channel(address, (*OPTIONS, ("grpc.use_local_subchannel_pool", 1)))
