@@ -16,6 +16,8 @@ import json
 import os
 import platform
 import resource
+import signal
+import sys
 import time
 from pathlib import Path
 
@@ -54,6 +56,8 @@ def _arguments() -> argparse.Namespace:
 def main() -> None:
     """Runs the phases and prints what they found."""
     args = _arguments()
+    # Unwinds, so that no server is left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     args.store_dir.mkdir(parents=True, exist_ok=True)
     cores = os.cpu_count() or 1
     pinned = cores > max(args.server_core, args.load_core)
