@@ -120,6 +120,10 @@ def test_an_eager_return_belongs_to_the_turn_after_it() -> None:
     assert "before the turn began" in story.outcome
     lost = one(turn(2, cached=0, **plan), lease(number=1, tokens=320, eager=True))
     assert lost.verdict == "bad"
+    hardly = one(turn(2, cached=64, **plan), lease(number=1, tokens=320, eager=True))
+    assert hardly.verdict == "bad"
+    assert "64 of 400 prompt tokens" in hardly.outcome
+    assert "edits its history" in hardly.advice
 
 
 def test_what_is_ready_for_the_next_turn() -> None:
@@ -131,7 +135,11 @@ def test_what_is_ready_for_the_next_turn() -> None:
     )
     gone = lease(leases.LEASE_STATE_FAILED, number=2, eager=True, reason="SOURCE_LOST")
     assert "SOURCE_LOST" in next_turn(session, [gone])
+    hit = lease(number=2, eager=True, reason="LOCAL_HIT")
+    assert "nothing had to be brought" in next_turn(session, [hit])
     assert next_turn(session, [lease(number=1, tokens=320, eager=True)]) == ""
+    session.state = sessions.SESSION_STATE_ENDED
+    assert next_turn(session, [ahead]) == ""
 
 
 def test_words_of_a_newer_server() -> None:

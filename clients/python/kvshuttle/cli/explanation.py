@@ -25,6 +25,13 @@ Verdict = Literal["good", "neutral", "bad", "open"]
 # More than this over its prediction is worth a word: below, it is the noise of a busy machine.
 OVER_PREDICTION = 3.0
 OVER_PREDICTION_LEAST_S = 0.05
+# Of what was brought ahead; the last block of a prompt is computed in any case.
+USED_SHARE = 0.5
+_NOT_FOUND = (
+    "the turn found little of what was brought: its client edits its history (or the template "
+    "renders answers otherwise than they were generated), or prefill's engine is short of KV memory "
+    "and reused the blocks first"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +83,7 @@ def serves(lease: lease_pb.Lease) -> int:
 def next_turn(session: pb.Session, leases: Iterable[lease_pb.Lease]) -> str:
     """What is ready for a turn that has not begun; empty where nothing is known of it."""
     coming = [one for one in leases if one.eager and serves(one) > session.turn_count]
-    if not coming:
+    if not coming or session.state == pb.SESSION_STATE_ENDED:
         return ""
     last = max(coming, key=_made)
     where = last.destination.worker_id
@@ -88,6 +95,8 @@ def next_turn(session: pb.Session, leases: Iterable[lease_pb.Lease]) -> str:
             f"{human.count(last.stats.tokens)} tokens lie in {where}'s cache already "
             f"({human.size(size)} in {human.span(took)})"
         )
+    if last.state == lease_pb.LEASE_STATE_COMPLETED:
+        return f"nothing had to be brought to {where}: {reason(last.end_reason).meaning}"
     return (
         f"nothing was brought to {where} ahead of it ({last.end_reason}: "
         f"{reason(last.end_reason).meaning}); it comes back when the turn begins"
@@ -202,9 +211,7 @@ def _moved(turn: pb.Turn, moved: Sequence[lease_pb.Lease]) -> tuple[str, Verdict
         f"({human.throughput(size, took)})"
     )
     if all(one.eager for one in moved):
-        if turn.usage.prompt_tokens and not turn.usage.cached_tokens:
-            return _eager(turn)
-        return f"{text}, before the turn began", "good", ""
+        return _used_ahead(turn, f"{text}, before the turn began", tokens)
     if waited:
         text += f"; the request waited {human.span(waited)}"
     predicted = seconds(turn.plan.predicted_transfer)
@@ -229,6 +236,17 @@ def _not_planned(turn: pb.Turn) -> tuple[str, Verdict, str]:
     return text, "bad", "" if known.remedy == NOTHING else known.remedy
 
 
+def _used_ahead(turn: pb.Turn, text: str, tokens: int) -> tuple[str, Verdict, str]:
+    """What was brought ahead, and how much of it the turn found."""
+    usage = turn.usage
+    if not usage.prompt_tokens:
+        return text, "good", ""
+    text += f"; {_cached_share(turn)}"
+    if usage.cached_tokens >= USED_SHARE * min(tokens, usage.prompt_tokens):
+        return text, "good", ""
+    return text, "bad", _NOT_FOUND
+
+
 def _eager(turn: pb.Turn) -> tuple[str, Verdict, str]:
     """What was in prefill's cache, or should have been."""
     if turn.usage.cached_tokens:
@@ -236,8 +254,7 @@ def _eager(turn: pb.Turn) -> tuple[str, Verdict, str]:
     return (
         "brought to prefill's cache ahead of the turn, and not found there by it",
         "bad",
-        "if that is the rule, prefill's engine is short of KV memory and reuses the blocks first, "
-        "or the client edits its history; see kvshuttle workers PREFILL for NO_COMMON_PREFIX",
+        _NOT_FOUND,
     )
 
 

@@ -148,7 +148,7 @@ def _status_table(
             f"({human.short(sums['eager_tokens'])} of {human.short(sums['returned_tokens'])} "
             f"tokens ahead of their turns), {human.size(sums['forward_bytes'])} forwarded, in "
             f"{human.count(sums['transfers_completed'])} transfers; "
-            f"{human.count(sums['fallbacks'])} legs recomputed instead"
+            f"recomputed instead: {human.count(sums['fallbacks'])}"
         ),
     )
     tokens = prompt_tokens(workers)
