@@ -29,8 +29,8 @@ OVER_PREDICTION_LEAST_S = 0.05
 USED_SHARE = 0.5
 _NOT_FOUND = (
     "the turn found little of what was brought: its client edits its history (or the template "
-    "renders answers otherwise than they were generated), or prefill's engine is short of KV memory "
-    "and reused the blocks first"
+    "renders answers otherwise than they were generated), or prefill's engine is short of KV "
+    "memory and reused the blocks first"
 )
 
 
