@@ -85,7 +85,7 @@ class Fabric:
 
     def _move(self, read: FlyingRead) -> None:
         rng, kernel = self.kernel.rng, self.kernel
-        if read.status != "PROC":
+        if read.status != "PROC" or read.source.attested:
             return
         if not read.reader.alive:
             self._end(read, "ERR")
@@ -169,7 +169,6 @@ class Fabric:
         """Nothing moves out of a dead process, whatever NIXL says of it."""
         transport.attested = True
         for read in [r for r in self.flying if r.source is transport]:
-            read.status = "ERR"
             self.flying.remove(read)
 
 
