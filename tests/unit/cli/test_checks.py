@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 from typing import Any
 
@@ -119,6 +120,13 @@ def test_silence_is_told_before_the_worker_is_lost() -> None:
 )
 def test_the_process(second: checks.Look, check: str, severity: str) -> None:
     assert severity in said(look(*PAIR), second)[check]
+
+
+def test_a_call_that_takes_long_says_nothing_of_the_clock() -> None:
+    first, second = look(*PAIR), look(*PAIR, at_s=1.5, up_s=603)
+    assert said(first, second)["clock"] == {"problem"}
+    slow = dataclasses.replace(second, took_s=4.0)
+    assert said(first, slow)["clock"] == {"ok"}
 
 
 def test_another_wall_clock() -> None:

@@ -234,6 +234,7 @@ def keep_running(console: Console, cluster: DemoCluster, model: str) -> None:
         ("prefill engine", cluster.prefill.url),
         ("decode engine", cluster.decode.url),
         ("plain engine", cluster.plain.url),
+        ("see it move", f"kvshuttle --target {cluster.control_plane.target} top"),
         ("logs", str(cluster.control_plane.log_path.parent)),
     ]
     console.print()

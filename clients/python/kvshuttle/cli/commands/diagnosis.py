@@ -193,10 +193,11 @@ class _Examination:
 
 
 async def _look(client: AsyncClient) -> checks.Look:
+    start_s = time.monotonic()
     status = await client.get_status()
-    # The moment that the status is of; the list of workers may take long.
-    at_s, time_ = time.monotonic(), human.now()
-    return checks.Look(at_s, time_, status, await all_workers(client))
+    end_s = time.monotonic()
+    workers = await all_workers(client)
+    return checks.Look((start_s + end_s) / 2, human.now(), status, workers, took_s=end_s - start_s)
 
 
 @click.command("doctor", cls=Command)
