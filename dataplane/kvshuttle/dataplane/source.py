@@ -398,7 +398,9 @@ class SourceSide:
         if replica.hold is not None:
             return list(replica.hold.block_ids[start:end])
         found: list[int] = []
-        for block_hash in replica.hashes[start:end]:
+        # Beyond what has stayed, the cache may have a block anew that the step which runs now has
+        # yet to fill: vLLM caches a block when it schedules it.
+        for block_hash in replica.hashes[start : min(end, replica.available)]:
             block_id = self._store.lookup(block_hash)
             if block_id is None:
                 break

@@ -9,7 +9,7 @@ from kvshuttle.dataplane.conversation import Conversation
 from kvshuttle.dataplane.scheduler import CommandBatch, FinishedRequest, StreamDown
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
-from tests.unit.dataplane.test_eager import eager_grant, reads
+from tests.unit.dataplane.test_eager import eager_grant, reads, soft_replica
 from tests.unit.dataplane.test_scheduler_side import BLOCK, DECODE, PREFILL, Bench, chain
 
 
@@ -137,3 +137,16 @@ def test_no_block_is_taken_for_an_eager_return_while_vllm_looks_a_request_up() -
     assert not reads(bench)
     bench.end_hook()
     assert len(reads(bench)) == 1
+
+
+def test_a_block_that_is_being_computed_again_is_not_hardened(bench: Bench) -> None:
+    """A soft replica lost its tail, and a request of the step that runs now computes it again:
+    vLLM has cached the block already, but its KV is not written yet."""
+    hashes = chain(5)
+    soft_replica(bench, hashes)
+    bench.pool.reuse(14)
+    bench.pool.touch([40])
+    bench.pool.insert(hashes[4], 40, 5 * BLOCK)
+    bench.harden(hashes)
+    (hardened,) = bench.out.take("hardened")
+    assert list(hardened.blocks.block_ids) == [10, 11, 12, 13]
