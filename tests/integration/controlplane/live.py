@@ -195,8 +195,9 @@ class Load:
         try:
             await work
         except grpc.aio.AioRpcError as error:
-            gone = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
-            if error.code() not in gone:
+            gone = error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+            # What this side's gRPC says when the connection ends in the midst of a message.
+            if not gone and "from Core" not in (error.details() or ""):
                 raise
 
     async def _turns(self, name: str) -> None:
