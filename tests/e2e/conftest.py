@@ -136,6 +136,17 @@ class Cluster:
             assert time.monotonic() < deadline, f"the gateway does not see it: {seen}"
             time.sleep(0.1)
 
+    @contextlib.contextmanager
+    def control_plane_with(self, *flags: str) -> Iterator[None]:
+        """Restarts the control plane with other flags, and back with its usual ones."""
+        usual = self.control_plane.extra_args
+        for arguments in ([*store_args(self.logs), *flags], usual):
+            self.control_plane.stop()
+            self.control_plane.extra_args = arguments
+            self.start_control_plane()
+            if arguments is not usual:
+                yield
+
     def restart_worker(self, engine: Engine) -> None:
         """Starts a killed engine again, and waits for its agent to be registered and empty."""
         engine.restart()

@@ -12,7 +12,7 @@ from kvshuttle.localstack import Answer
 from kvshuttle.localstack.metrics import EXTERNAL_HITS, LOCAL_HITS
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from kvshuttle.v1 import types_pb2
-from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster, store_args
+from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster
 from tests.e2e.steps import BLOCK, turn, wait_until
 from tests.support.conversation import (
     RECOMPUTED_TOLERANCE,
@@ -29,15 +29,8 @@ LONG = 1_500
 @pytest.fixture(scope="module")
 def eager(cluster: Cluster) -> Iterator[None]:
     """The control plane with eager returns; the engines go on."""
-
-    def restart(*flags: str) -> None:
-        cluster.control_plane.stop()
-        cluster.control_plane.extra_args = [*store_args(cluster.logs), *flags]
-        cluster.start_control_plane()
-
-    restart()
-    yield
-    restart("--no-eager")
+    with cluster.control_plane_with("--eager"):
+        yield
 
 
 def leases(cluster: Cluster, session: str, number: int = 0) -> list[lease_pb2.Lease]:

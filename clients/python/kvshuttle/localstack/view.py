@@ -134,15 +134,6 @@ class ControlPlaneView:
         )
         self._sessions.EndSession(request, timeout=TIMEOUT_S, wait_for_ready=True)
 
-    def expect_idle(self, session_id: str, seconds: float) -> None:
-        """Says that the session's next turn is expected in so many seconds."""
-        hints = types_pb2.SessionHints()
-        hints.expected_idle.FromNanoseconds(int(seconds * 1e9))
-        request = session_service_pb2.UpdateSessionRequest(
-            session_id=session_id, hints=hints, request_id=uuid.uuid4().hex
-        )
-        self._sessions.UpdateSession(request, timeout=TIMEOUT_S, wait_for_ready=True)
-
     def fence(self, worker: types_pb2.WorkerRef, attestation: str) -> None:
         """Attests that a boot of a worker is dead."""
         request = cluster_service_pb2.FenceWorkerRequest(
