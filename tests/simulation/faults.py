@@ -334,6 +334,8 @@ class Faults:
         if lease_id is None:
             return
         self.kernel.fault("renew", lease_id)
+        if self.rng.random() < 0.5:
+            self._deafen_source(lease_id)
         ttl = self.rng.choice([1, 3, 8]) * SECOND
 
         def again(times: int) -> None:
@@ -347,6 +349,23 @@ class Faults:
 
         again(self.rng.randint(0, 4))
 
+    def _deafen_source(self, lease_id: str) -> None:
+        """The source does not hear of the renewal for a while, or its answer is not heard."""
+        control = self.world.control
+        assert control is not None
+        source = self.world.boots.get(control.registry.state.leases[lease_id].source.worker_id)
+        if source is None:
+            return
+        match self.rng.choice(("step", "partition", "slow")):
+            case "step":
+                self.kernel.fault("slow_step", source.name)
+                self._hold_up([source.engine_thread], 1_000, 9_000)
+            case "partition":
+                self._cut(source.machine.name, "cp", "partition_control")
+            case _ if source.stream is not None:
+                self.kernel.fault("slow_stream", source.name, ms=5_000)
+                source.stream.delay_ms = 5_000.0
+
     def _open_lease(self, *, granted: bool = False) -> str | None:
         control = self.world.control
         if control is None:
@@ -357,6 +376,10 @@ class Faults:
             for i in sorted(state.open_leases)
             if not granted or state.leases[i].state is not LeaseState.PENDING
         ]
+        if granted:
+            # Rather one that nobody uses yet: it will see its deadline.
+            unused = [i for i in found if state.leases[i].state is LeaseState.GRANTED]
+            found = unused or found
         return self.rng.choice(found) if found else None
 
     def drain(self) -> None:
