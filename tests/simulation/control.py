@@ -105,7 +105,7 @@ class ControlPlane:
         with kernel.on(self.thread):
             self.clock = Timeline()
             snapshot = store.load()
-            self.clock.not_before(snapshot.time_ns)
+            self.clock.not_before(snapshot.latest_ns())
             snapshot = prepare(snapshot)
             self.registry = Registry(
                 limits,

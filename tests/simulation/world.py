@@ -122,7 +122,8 @@ class World:
         self._control_count += 1
 
         def prepare(snapshot: Snapshot) -> Snapshot:
-            # As in server.py, where a store is new.
+            # server.py begins a new store's numbers at the wall clock's second, so that none is
+            # given twice; here the clock may have been set back too, and chance stands for that.
             if snapshot.epoch == 0:
                 return dataclasses.replace(snapshot, last_incarnation=self.rng.getrandbits(40))
             return snapshot
