@@ -64,9 +64,10 @@ class Load:
         self.grant_ms: list[float] = []
         self._grants = 0
 
-    async def turn(self, held: Held) -> None:
-        """One whole turn. The first of a session has nothing to return."""
-        began = time.perf_counter()
+    async def turn(self, held: Held, since: float = 0) -> None:
+        """One whole turn. The first of a session has nothing to return. The time to the grant
+        counts from when BeginTurn is sent, or from `since`."""
+        began = since or time.perf_counter()
         begun = await self.gateway.begin(held.name, f"{held.name}-{held.turn + 1}")
         turn, token = begun.turn, begun.turn_token
         held.turn = turn.turn
@@ -129,8 +130,8 @@ class Load:
         rng = random.Random(7)
         running: set[asyncio.Task[None]] = set()
 
-        async def one(mine: Held) -> None:
-            await self.turn(mine)
+        async def one(mine: Held, since: float = 0) -> None:
+            await self.turn(mine, since)
             free.append(mine)
 
         async def run() -> None:
@@ -141,9 +142,12 @@ class Load:
                 delay = due - time.perf_counter()
                 if delay > 0:
                     await asyncio.sleep(delay)
-                if not free:
-                    raise RuntimeError("all sessions are busy: the control plane does not keep up")
-                task = asyncio.create_task(one(free.pop(0)))
+                since = 0.0
+                while not free:
+                    # The control plane does not keep up. The turn counts from when it was due.
+                    since = due
+                    await asyncio.sleep(0.001)
+                task = asyncio.create_task(one(free.pop(0), since))
                 running.add(task)
                 task.add_done_callback(running.discard)
             while running:
