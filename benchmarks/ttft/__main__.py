@@ -53,6 +53,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--minutes", type=float, help="no further group or conversation is begun after that"
     )
+    parser.add_argument(
+        "--reserve-gib", type=float, default=2.0, help="memory left to the rest of the machine"
+    )
     parser.add_argument("--no-offload-tier", action="store_true", help="do not try arm d2")
     options = parser.parse_args()
     if options.quick:
@@ -166,6 +169,7 @@ def main() -> int:
             idle_seconds=options.idle_seconds,
             idle_sessions=options.idle_sessions,
             patience_s=options.wait_quiet,
+            reserve_bytes=int(options.reserve_gib * 2**30),
             budget_s=None if options.minutes is None else options.minutes * 60,
         ),
         say=lambda line: console.print(line, highlight=False, markup=False),
@@ -173,7 +177,9 @@ def main() -> int:
     )
     results = run.run()
     if options.no_offload_tier:
-        reason: str | None = "not tried in this run"
+        reason: str | None = (
+            "not tried in this run; vLLM 0.32 refuses to start it on CPU, see docs/benchmarks.md"
+        )
     else:
         reason = reason_it_does_not_run(pool, directory / "offload")
     results.left_out.setdefault("lost", {})["d2"] = reason or (

@@ -6,6 +6,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +44,13 @@ class Options:
     directory: Path
     idle_seconds: float
     idle_sessions: int
-    # The run stops opening groups when a whole one may not fit any more. None: no limit.
+    # A group is not begun when one may not fit any more, and what is left is divided among the
+    # groups that are to come: all arms with few conversations rather than few arms. None: no limit.
     budget_s: float | None
     # How long a turn waits for other programs to leave the machine alone.
     patience_s: float = 0.0
+    # Memory that is left to the rest of the machine.
+    reserve_bytes: int = RESERVE_BYTES
 
 
 @dataclass
@@ -75,7 +79,9 @@ class Run:
         self._save = save
         self._started = time.monotonic()
         self._group = 0
+        # The longest that a group took to be ready, and a conversation to be over.
         self._group_s = 0.0
+        self._conversation_s = 0.0
         self.results = Results()
 
     def run(self) -> Results:
@@ -85,16 +91,27 @@ class Run:
         with self._opened(ideal, self._options.scenarios[0], "plain") as plain:
             self.results.engine_bytes = used_bytes(plain.prefill)
             others = [kind for kind in wanted if kind is not ideal]
-            for scenario in self._options.scenarios:
-                groups = plan_groups(others, self.results.engine_bytes, available_bytes())
-                for group in groups:
-                    self._run_group(plain, group, scenario)
+            groups = [
+                (scenario, group)
+                for scenario in self._options.scenarios
+                for group in plan_groups(
+                    others,
+                    self.results.engine_bytes,
+                    available_bytes(),
+                    self._options.reserve_bytes,
+                )
+            ]
+            for at, (scenario, group) in enumerate(groups):
+                share = self._left_s() / (len(groups) - at)
+                self._run_group(plain, group, scenario, time.monotonic() + share)
         return self.results
 
     # Groups
 
-    def _run_group(self, plain: Arm, group: list[ArmKind], scenario: Scenario) -> None:
-        if self._out_of_time():
+    def _run_group(
+        self, plain: Arm, group: list[ArmKind], scenario: Scenario, until: float
+    ) -> None:
+        if self._left_s() < self._group_s:
             self._leave_out(scenario, group, "no time left for it in this run")
             return
         self._group += 1
@@ -125,11 +142,13 @@ class Run:
                 _warm_up(client)
                 client.arm.rest()
             self._group_s = max(self._group_s, time.monotonic() - start)
-            for plan in self._options.plans:
-                if self._out_of_time():
+            for number, plan in enumerate(self._options.plans):
+                start = time.monotonic()
+                if number and start + self._conversation_s > until:
                     self._say(f"  {plan.name}: no time left")
                     break
                 self._conversation(clients, plan)
+                self._conversation_s = max(self._conversation_s, time.monotonic() - start)
             self._idle(scenario, clients)
         self._save(self.results)
 
@@ -150,13 +169,13 @@ class Run:
         if phase == "starting":
             self._say(f"  {process.name}: starting")
 
-    def _out_of_time(self) -> bool:
+    def _left_s(self) -> float:
         budget = self._options.budget_s
-        return budget is not None and time.monotonic() - self._started + self._group_s > budget
+        return inf if budget is None else self._started + budget - time.monotonic()
 
     def _missing_memory(self, kind: ArmKind) -> str | None:
         """Others may have taken memory since the groups were made: the machine must not swap."""
-        need = kind.engines * self.results.engine_bytes + RESERVE_BYTES
+        need = kind.engines * self.results.engine_bytes + self._options.reserve_bytes
         if (available := available_bytes()) >= need:
             return None
         return f"needs {need / 2**30:.1f} GiB of memory, {available / 2**30:.1f} are available"
@@ -242,7 +261,7 @@ class Run:
             # Upstream cannot be told that a conversation is over: it holds those of the run.
             wanted = self._options.idle_sessions if arm.kind.ours else 0
             for number in range(wanted):
-                _ask(client, f"idle-{number}", f"Session {number}. Name a colour and a bird.", 2)
+                client.touch(f"idle-{number}", f"Session {number}. Name a colour and a bird.")
             sessions = wanted or (len(self._options.plans) if arm.kind.proxy else 0)
             time.sleep(SETTLE_S)
             held = None
@@ -262,10 +281,6 @@ class Run:
             }
             self._say(f"  idle {key}: {self.results.idle[key]['percent_by_engine']} % of a core")
             arm.rest()
-
-
-def _ask(client: Client, conversation: str, text: str, tokens: int) -> None:
-    client.turn(conversation, 1, [user(text)], 0, tokens, 0.0)
 
 
 def _warm_up(client: Client) -> None:

@@ -11,7 +11,7 @@ from benchmarks.ttft.arms import Arm, Pool, Scenario
 from benchmarks.ttft.counters import Legs, Snapshot, forget, held_blocks, legs
 from benchmarks.ttft.noise import Noise, wait_for_quiet
 from benchmarks.ttft.proxy import PREFILL_HEADER
-from kvshuttle.localstack import Answer, ChatClient, Message
+from kvshuttle.localstack import Answer, ChatClient, Message, user
 from kvshuttle.v1 import lease_service_pb2, types_pb2
 
 __all__ = ["Client", "Moved", "Sample"]
@@ -156,6 +156,10 @@ class Client:
         self._last[conversation] = sample
         self._note_held(conversation, after)
         return sample, answer
+
+    def touch(self, conversation: str, text: str) -> None:
+        """A first turn that nobody measures, so that something is held."""
+        self._http.ask([user(text)], max_tokens=2, session=conversation)
 
     def settle(self, conversation: str) -> None:
         """Waits for the eager return of the turn before, and adds what it moved to its sample."""
