@@ -82,6 +82,7 @@ class Run:
         # The longest that a group took to be ready, and a conversation to be over.
         self._group_s = 0.0
         self._conversation_s = 0.0
+        self._postponed: list[tuple[Scenario, list[ArmKind]]] = []
         self.results = Results()
 
     def run(self) -> Results:
@@ -101,9 +102,13 @@ class Run:
                     self._options.reserve_bytes,
                 )
             ]
-            for at, (scenario, group) in enumerate(groups):
-                share = self._left_s() / (len(groups) - at)
+            while groups:
+                share = self._left_s() / len(groups)
+                scenario, group = groups.pop(0)
                 self._run_group(plain, group, scenario, time.monotonic() + share)
+                if not groups:
+                    # Those for which memory was short are tried again, alone.
+                    groups, self._postponed = self._postponed, []
         return self.results
 
     # Groups
@@ -122,7 +127,11 @@ class Run:
             arms = [plain]
             for kind in group:
                 if missing := self._missing_memory(kind):
-                    self._leave_out(scenario, [kind], missing)
+                    if len(group) > 1:
+                        self._say(f"  {kind.key} {kind.name} is postponed: {missing}")
+                        self._postponed.append((scenario, [kind]))
+                    else:
+                        self._leave_out(scenario, [kind], missing)
                     continue
                 directory = self._options.directory / f"{scenario}-{kind.key}"
                 try:
