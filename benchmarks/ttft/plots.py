@@ -94,13 +94,15 @@ def _scenario(body: dict[str, Any], found: dict[str, Any], title: str, path: Pat
         left = [a + b for a, b in zip(left, values, strict=True)]
     bars.set(xlabel="ms of a turn, medians of each part")
     bars.invert_yaxis()
-    bars.legend(fontsize=8, loc="lower right")
+    bars.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     held.barh(
         [f"({arm})" for arm in arms],
         [body["arms"][arm]["held_block_seconds"] or 0.0 for arm in arms],
         color=[_COLOURS[arm] for arm in arms],
     )
     held.set(xlabel="held block-seconds between two turns")
+    # An empty axis where nobody holds anything would otherwise begin below nothing.
+    held.set_xlim(0, max(1.0, held.get_xlim()[1]))
     held.invert_yaxis()
     figure.savefig(path, dpi=110)
     plt.close(figure)
