@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from kvshuttle.controlplane.model.terms import (
     WorkerRef,
     WorkerRole,
 )
+from kvshuttle.controlplane.store import SqliteStore
 from tests.unit.controlplane.world import World, hello
 
 BLOCKS = 1_000
@@ -41,8 +43,8 @@ def limits(**more: Any) -> Limits:
 class Town(World):
     """A pair of workers and any number of tenants' sessions."""
 
-    def __init__(self, **more: Any) -> None:
-        super().__init__(limits(**more))
+    def __init__(self, store: Any = None, **more: Any) -> None:
+        super().__init__(limits(**more), store)
         self.p, self.d = self.pair()
 
     def beat(self, ref: WorkerRef, **pool: int) -> None:
@@ -492,6 +494,31 @@ def test_a_tenant_holds_no_more_than_its_own_share() -> None:
 
 
 # -- the counts ----------------------------------------------------------------------------------
+
+
+def test_counts_are_right_after_a_restart_from_disk(tmp_path: Path) -> None:
+    """Where what is idle is taken up without being unpacked."""
+    store = SqliteStore(tmp_path / "store.db")
+    try:
+        town = Town(store=store)
+        granted = town.granted("a", "s1", 40)
+        reading = town.granted("b", "s2", 30)
+        town.agent(town.p, "active", reading)
+        town.turn("b", "s3", 20)
+        town.stop(town.p, granted, TransferOutcome.FAILED)
+        town.begin(key=SessionKey("c", "s4"))
+        town.do(town.registry.end_session(town.now, SessionKey("a", "s1")))
+        town.start()
+        town.check()
+        ledger = town.state.ledger
+        assert ledger.sessions.of == {"b": 2, "c": 1}
+        assert ledger.turns.of == {"b": 2, "c": 1}
+        # The one that was read goes on; the one that was only asked for was not granted.
+        assert town.leased("b") >= 30
+        assert town.leased("a") == 0
+    finally:
+        store.close()
+
 
 STEPS = st.lists(
     st.tuples(
