@@ -10,6 +10,7 @@ import pytest
 
 from kvshuttle.cli.doctor import checks, endpoints, findings
 from kvshuttle.cli.doctor.probe import Certificate, Page, Port, split
+from kvshuttle.cli.doctor.workers import Look
 from kvshuttle.v1 import cluster_service_pb2 as cluster
 from kvshuttle.v1 import lease_service_pb2 as leases
 from kvshuttle.v1 import session_service_pb2 as sessions
@@ -37,15 +38,15 @@ def worker(name: str, **more: Any) -> cluster.Worker:
     return made
 
 
-def look(*found: cluster.Worker, at_s: float = 0, up_s: float = 600, **more: Any) -> checks.Look:
+def look(*found: cluster.Worker, at_s: float = 0, up_s: float = 600, **more: Any) -> Look:
     fields: dict[str, Any] = {"version": "1.0", "epoch": 3, "lineage_id": "l", "store": "sqlite"}
     status = cluster.GetStatusResponse(**(fields | more))
     status.uptime.FromMilliseconds(int(up_s * 1_000))
-    return checks.Look(at_s, AT + datetime.timedelta(seconds=at_s), status, found)
+    return Look(at_s, AT + datetime.timedelta(seconds=at_s), status, found)
 
 
 def said(
-    first: checks.Look, second: checks.Look, *, version: str = "1.0", skew_s: float | None = 0.0
+    first: Look, second: Look, *, version: str = "1.0", skew_s: float | None = 0.0
 ) -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for one in checks.cluster(first, second, own_version=version, skew_s=skew_s):
@@ -118,7 +119,7 @@ def test_silence_is_told_before_the_worker_is_lost() -> None:
         (look(*PAIR, at_s=1.5, up_s=601.5, insecure_agents=True), "security", "info"),
     ],
 )
-def test_the_process(second: checks.Look, check: str, severity: str) -> None:
+def test_the_process(second: Look, check: str, severity: str) -> None:
     assert severity in said(look(*PAIR), second)[check]
 
 

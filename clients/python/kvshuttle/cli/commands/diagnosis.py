@@ -17,6 +17,7 @@ from kvshuttle.cli import failure, human
 from kvshuttle.cli.commands.cluster import all_workers
 from kvshuttle.cli.commands.leases import OPEN
 from kvshuttle.cli.doctor import checks, endpoints, findings, probe
+from kvshuttle.cli.doctor.workers import Look
 from kvshuttle.cli.options import Command
 from kvshuttle.cli.run import connect, gather, pass_options
 from kvshuttle.client import KVShuttleError, PermissionDeniedError
@@ -169,7 +170,7 @@ class _Examination:
             self.findings.append(findings.problem("api", told.message, told.remedy))
         return None
 
-    async def _open_things(self, client: AsyncClient, look: checks.Look) -> None:
+    async def _open_things(self, client: AsyncClient, look: Look) -> None:
         at = human.now()
         if look.status.running_turns:
             listed = client.list_sessions(state=session_pb.SESSION_STATE_ACTIVE)
@@ -184,7 +185,7 @@ class _Examination:
         leases, _ = await gather(client.list_leases(states=OPEN), LOOKED_AT)
         self.findings += checks.leases(leases, at)
 
-    async def _engines(self, look: checks.Look) -> None:
+    async def _engines(self, look: Look) -> None:
         live = [one for one in look.workers if one.url]
         pages = await asyncio.gather(*(self.page(f"{one.url.rstrip('/')}/health") for one in live))
         self.findings += [
@@ -192,12 +193,12 @@ class _Examination:
         ]
 
 
-async def _look(client: AsyncClient) -> checks.Look:
+async def _look(client: AsyncClient) -> Look:
     start_s = time.monotonic()
     status = await client.get_status()
     end_s = time.monotonic()
     workers = await all_workers(client)
-    return checks.Look((start_s + end_s) / 2, human.now(), status, workers, took_s=end_s - start_s)
+    return Look((start_s + end_s) / 2, human.now(), status, workers, took_s=end_s - start_s)
 
 
 @click.command("doctor", cls=Command)

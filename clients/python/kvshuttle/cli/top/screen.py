@@ -16,7 +16,7 @@ from textual.widgets import Footer, Static
 
 from kvshuttle.cli import human
 from kvshuttle.cli.pool import legend
-from kvshuttle.cli.top import view
+from kvshuttle.cli.top import parts, view
 from kvshuttle.cli.top.sample import Frame, History, Sample, take
 from kvshuttle.client import KVShuttleError
 
@@ -181,7 +181,7 @@ class TopApp(App[None]):
         )
 
         self.query_one("#recent", Static).update(
-            Group(view.rule("Leases that ended last", width), view.recent(self._frame, width))
+            Group(parts.rule("Leases that ended last", width), view.recent(self._frame, width))
         )
 
     def action_sort(self, step: int) -> None:

@@ -7,31 +7,26 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from rich.console import Group
-from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
 from kvshuttle.cli import human
 from kvshuttle.cli.commands.leases import route, wait_s, way
 from kvshuttle.cli.output import GAP, Column, Rows, literal
-from kvshuttle.cli.pool import bar, legend, shares
-from kvshuttle.cli.reasons import reason
+from kvshuttle.cli.pool import bar, legend
 from kvshuttle.cli.shape import seconds, word
-from kvshuttle.cli.top.sample import TOKEN_WINDOW_S, Frame, WorkerLine
+from kvshuttle.cli.top import parts
+from kvshuttle.cli.top.sample import Frame, WorkerLine
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from rich.console import RenderableType
 
-WIDE = 116
+# With fewer lines, what flows is told in five.
 LOW = 20
-RETURNED, LOCAL, COMPUTED = "#57ab5a", "#4e9af1", "#d29922"
-RETURN_STYLE, FORWARD_STYLE = RETURNED, "#8b949e"
-_TICKS = "▁▂▃▄▅▆▇█"
 _POOL_LEAST, _POOL_MOST = 10, 42
 _SILENT_S = 2.5
-_PANEL_LINES = 4
 
 _Key = Callable[[WorkerLine], float | str]
 
@@ -80,9 +75,9 @@ def head(frame: Frame, target: str, width: int, *, note: str = "", trouble: str 
     right = Text(f"{frame.sample.time.astimezone():%H:%M:%S}", style="dim")
     if note:
         right = Text.assemble((f"{note}  ", "bold yellow"), right)
-    first = _ends(left, right, width)
+    first = parts.ends(left, right, width)
     if trouble:
-        return Text("\n").join([first, _cut(Text(trouble, style="bold red"), width)])
+        return Text("\n").join([first, parts.cut(Text(trouble, style="bold red"), width)])
     states: dict[str, int] = {}
     for one in frame.workers:
         name = word(one.worker, "state")
@@ -99,36 +94,38 @@ def head(frame: Frame, target: str, width: int, *, note: str = "", trouble: str 
         ("open leases", status.open_leases),
     ):
         second.append(f"  {name} ", style="dim").append(human.count(number), style="bold")
-    return Text("\n").join([first, _cut(second, width)])
+    return Text("\n").join([first, parts.cut(second, width)])
 
 
 def flow_lines(width: int, height: int) -> int:
     """How many lines `flow` has."""
-    return _PANEL_LINES + 2 if width >= WIDE else 8 if height >= LOW else 5
+    return parts.PANEL_LINES + 2 if width >= parts.WIDE else 8 if height >= LOW else 5
 
 
 def flow(frame: Frame, width: int, height: int = 50) -> RenderableType:
     """What moves, where prompts' tokens come from, open leases, failures: in `flow_lines`."""
-    if width >= WIDE:
+    if width >= parts.WIDE:
         inner = (width - 2) // 3 - 4
         grid = Table.grid(expand=True, padding=0)
         for _ in range(3):
             grid.add_column(ratio=1)
         grid.add_row(
-            _panel("KV moved", _moved(frame, inner)),
-            _panel("Prompt tokens", _tokens(frame, inner)),
-            _panel("Open leases, failures", _leases(frame, inner, _PANEL_LINES)),
+            parts.panel("KV moved", parts.moved(frame, inner)),
+            parts.panel("Prompt tokens", parts.tokens(frame, inner)),
+            parts.panel("Open leases, failures", parts.leases(frame, inner, parts.PANEL_LINES)),
         )
         return grid
-    moved, tokens = _moved(frame, width)[:2], _tokens(frame, width)[:2]
+    moved, tokens = parts.moved(frame, width)[:2], parts.tokens(frame, width)[:2]
     title = f"KV moved, {frame.transfers_per_s:.1f} transfers/s"
     if height < LOW:
-        return Group(_rule(title, width), *moved, tokens[0], *_leases(frame, width, 1)[:1])
-    leases = _leases(frame, width, 2)
+        return Group(
+            parts.rule(title, width), *moved, tokens[0], *parts.leases(frame, width, 1)[:1]
+        )
+    leases = parts.leases(frame, width, 2)
     return Group(
-        _rule(title, width),
+        parts.rule(title, width),
         *moved,
-        _rule("Prompt tokens, open leases, failures", width),
+        parts.rule("Prompt tokens, open leases, failures", width),
         *tokens,
         *leases[:2],
     )
@@ -189,20 +186,15 @@ def recent(frame: Frame, width: int) -> RenderableType:
     return rows.render(width)[0]
 
 
-def rule(title: str, width: int) -> Text:
-    """A line that begins a part."""
-    return _rule(title, width)
-
-
 def snapshot(frame: Frame, target: str, width: int) -> RenderableType:
     """Everything at once, for a pipe."""
     return Group(
         head(frame, target, width),
         flow(frame, width),
-        _rule("Workers", width),
+        parts.rule("Workers", width),
         workers(frame, width),
         legend(),
-        _rule("Leases that ended last", width),
+        parts.rule("Leases that ended last", width),
         recent(frame, width),
     )
 
@@ -265,137 +257,3 @@ def _rows(lines: Sequence[WorkerLine], sort: Sort, *, reverse: bool, pool_width:
 
 def _ago(age_s: float) -> str:
     return f"{age_s:.0f} s" if age_s < 100 else human.span(age_s)
-
-
-def _panel(title: str, lines: list[Text]) -> Panel:
-    lines += [Text()] * (_PANEL_LINES - len(lines))
-    return Panel(
-        Group(*lines[:_PANEL_LINES]),
-        title=Text(title, style="bold #c9d1d9"),
-        title_align="left",
-        border_style="#444c56",
-        padding=(0, 1),
-    )
-
-
-def _rule(title: str, width: int) -> Text:
-    text = Text.assemble(("── ", "#444c56"), (title, "bold"), " ")
-    text.append("─" * max(0, width - text.cell_len), style="#444c56")
-    return text
-
-
-def _moved(frame: Frame, width: int) -> list[Text]:
-    lines = []
-    for name, rate, series, style in (
-        ("return", frame.return_bytes_per_s, frame.return_series, RETURN_STYLE),
-        ("forward", frame.forward_bytes_per_s, frame.forward_series, FORWARD_STYLE),
-    ):
-        label = Text(f"{name:<8}", style="dim")
-        value = Text(f"{human.gigabytes(rate):>10}", style="bold")
-        total = frame.return_bytes if name == "return" else frame.forward_bytes
-        tail = Text(f"  {human.size(total):>8} in all", style="dim")
-        if width < WIDE // 2:
-            tail = Text("")
-        room = width - label.cell_len - value.cell_len - tail.cell_len - 1
-        lines.append(
-            label.append_text(sparkline(series, room, style)).append(" ").append_text(value) + tail
-        )
-    lines.append(
-        Text.assemble(
-            (f"{frame.transfers_per_s:.1f}", "bold"),
-            (" transfers/s", "dim"),
-        )
-    )
-    lines.append(
-        Text(
-            f"{human.size(frame.return_bytes)} returned, {human.size(frame.forward_bytes)} "
-            "forwarded in all",
-            style="dim",
-        )
-    )
-    return [_cut(line, width) for line in lines]
-
-
-def sparkline(series: Sequence[float], width: int, style: str) -> Text:
-    """The newest values to the right, scaled by the largest that is shown."""
-    width = max(0, width)
-    shown = list(series)[-width:] if width else []
-    top = max(shown, default=0.0)
-    text = Text(" " * (width - len(shown)))
-    for value in shown:
-        tick = _TICKS[round(value / top * (len(_TICKS) - 1))] if top and value else "▁"
-        text.append(tick, style=style if value else "#30363d")
-    return text
-
-
-def _tokens(frame: Frame, width: int) -> list[Text]:
-    lines = []
-    for label, tokens in ((f"{TOKEN_WINDOW_S:.0f} s", frame.tokens), ("ever", frame.tokens_ever)):
-        whole = sum(tokens.values())
-        line = Text(f"{label:<6}", style="dim")
-        count = Text(f" {human.short(whole):>6}", style="bold")
-        room = width - line.cell_len - count.cell_len
-        if whole:
-            cells = shares(tuple(tokens.values()), room)
-            for number, style in zip(cells, (RETURNED, LOCAL, COMPUTED), strict=True):
-                line.append("█" * number, style=style)
-        else:
-            line.append("·" * room, style="#30363d")
-        lines.append(line.append_text(count))
-    shown = frame.tokens if sum(frame.tokens.values()) else frame.tokens_ever
-    whole = sum(shown.values())
-    key = Text()
-    for name, style in (("returned", RETURNED), ("local", LOCAL), ("computed", COMPUTED)):
-        key.append("█ ", style=style)
-        key.append(f"{name} ", style="dim").append(human.share(shown[name], whole), style="bold")
-        key.append("  ")
-    lines.insert(1, _cut(key, width))
-    return lines
-
-
-def _leases(frame: Frame, width: int, lines: int) -> list[Text]:
-    line = Text()
-    for direction in ("return", "forward"):
-        states = [
-            (state, frame.leases[direction, state])
-            for state in ("pending", "granted", "active")
-            if frame.leases.get((direction, state))
-        ]
-        line.append(f"{direction} ", style="dim")
-        if not states:
-            line.append("none ", style="dim")
-        for state, number in states:
-            line.append(f"{number} ", style="bold").append_text(human.state(state)).append(" ")
-        line.append("  ")
-    if frame.sample.more_leases:
-        line.append("and more", style="dim")
-    found = [_cut(line, width)]
-    for name, number, recent in frame.failures[: lines - 1]:
-        new = f" +{recent}" if recent else ""
-        style = "dim" if reason(name).fine or not recent else "red"
-        text = Text(f"{name} ", style=style).append(human.count(number), style="bold")
-        text.append(f"{new}", style="bold red" if recent and not reason(name).fine else "dim")
-        text.append(f"  {reason(name).meaning}", style="dim")
-        found.append(_cut(text, width))
-    if len(frame.failures) > lines - 1:
-        rest = sum(number for _, number, _ in frame.failures[lines - 1 :])
-        found[-1] = _cut(found[-1], width - 10 - len(human.count(rest)))
-        found[-1].append(f"  +{human.count(rest)} others", style="dim")
-    if not frame.failures:
-        found.append(Text("no leg recomputed that hoped for a transfer", style="dim"))
-    return found
-
-
-def _ends(left: Text, right: Text, width: int) -> Text:
-    room = width - left.cell_len - right.cell_len
-    if room < 1:
-        left = left.copy()
-        left.truncate(max(0, width - right.cell_len - 1), overflow="ellipsis")
-        room = width - left.cell_len - right.cell_len
-    return left.append(" " * room).append_text(right)
-
-
-def _cut(text: Text, width: int) -> Text:
-    text = text.copy()
-    text.truncate(max(0, width), overflow="ellipsis")
-    return text
