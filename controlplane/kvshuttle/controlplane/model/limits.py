@@ -227,8 +227,9 @@ class Limits:
     """A connection without a call for so long is closed; clients open another by themselves."""
 
     # -- watches -------------------------------------------------------------------------------
-    watch_history: int = 65_536
-    """Changes kept for resuming."""
+    watch_history: int = 32_768
+    """Changes kept for resuming, of sessions and of leases each: some seconds of a busy control
+    plane, a reconnection's time. A change keeps its image, 1 to 2 KB."""
     watch_buffer: int = 4_096
     """Changes that wait for one slow reader; beyond it the reader gets a new snapshot."""
     watches_max: int = 512
