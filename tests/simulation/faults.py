@@ -248,12 +248,15 @@ class Faults:
             self.kernel.at(delay, None, self.world.restart_worker, worker_id)
 
     def second_boot(self) -> None:
-        """An engine is started twice under one worker_id; the first still runs."""
-        boot = self._boot()
+        """An engine is started twice under one worker_id. The first still runs, and reads: it
+        keeps its place, or loses it because the control plane does not hear it."""
+        boot = self._busy_boot()
         if boot is None:
             return
         self.kernel.fault("second_boot", boot.name)
-        second = self.world.boot(boot.spec)
+        if self.rng.random() < 0.6:
+            self._cut(boot.machine.name, "cp", "partition_control")
+        second = self.world.boot(boot.spec, elsewhere=True)
         # Only the first has the worker's address; the second goes away again.
         self.world.boots[boot.spec.worker_id] = boot
 
@@ -424,10 +427,10 @@ FAULTS: dict[str, tuple[float, int]] = {
     "slow_step": (0.35, 3),
     "suspend_worker": (0.25, 2),
     "pause_control": (0.25, 2),
-    "suspend_control": (0.2, 1),
+    "suspend_control": (0.25, 1),
     "crash_control": (0.35, 3),
     "slow_commits": (0.25, 2),
-    "stale_control": (0.2, 1),
+    "stale_control": (0.26, 1),
     "lost_store": (0.2, 2),
     "crash_worker": (0.3, 2),
     "second_boot": (0.2, 1),

@@ -225,12 +225,12 @@ class World:
 
     # Workers.
 
-    def boot(self, spec: WorkerSpec) -> Boot:
-        """Starts an engine."""
+    def boot(self, spec: WorkerSpec, *, elsewhere: bool = False) -> Boot:
+        """Starts an engine; elsewhere: on a machine that is not its worker's."""
         self._boot_count += 1
         boot = Boot(
             self.kernel,
-            self.machines[spec.worker_id],
+            self._machine(f"{spec.worker_id}b") if elsewhere else self.machines[spec.worker_id],
             self.fabric,
             spec,
             self._boot_count,
