@@ -164,10 +164,13 @@ class Engine:
             if request.status is Status.RUNNING and request.computed >= request.num_tokens - 1:
                 self._schedule_decode(request)
         for request in list(self.waiting):
-            if request.status is Status.LOADING:
-                if request.request_id not in self.finished_recving:
-                    continue
+            if request.request_id in self.finished_recving:
                 self._load_over(request)
+        # Those that hold blocks come first (vLLM keeps them in a queue of their own): who waits
+        # for blocks must not stand in the way of who has them.
+        for request in sorted(self.waiting, key=lambda request: not request.block_ids):
+            if request.status is Status.LOADING:
+                continue
             if not self._admit(request):
                 break
 
