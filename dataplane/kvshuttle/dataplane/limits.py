@@ -14,6 +14,7 @@ __all__ = [
     "EAGER_REMEMBERED",
     "MAX_EVENTS_A_MESSAGE",
     "MAX_MESSAGE_BYTES",
+    "MAX_PAST_TURNS",
     "MAX_PENDING_EVENTS",
     "MAX_SOFT_REPLICAS",
     "MAX_TURNS",
@@ -64,6 +65,10 @@ before the gateway had the token and so is at most a stream's delay behind."""
 MAX_TURNS = 65_536
 """Turn legs remembered at once; the oldest go first. A leg is forgotten at its turn's end, so this
 bounds what a broken control plane can make the engine remember."""
+
+MAX_PAST_TURNS = 1_024
+"""Turn legs remembered after their turns: a request whose stop words the server found ends in the
+engine only after its client has had the whole answer, some ms later."""
 
 MAX_SOFT_REPLICAS = 4_096
 """Soft replicas remembered at once: 3,000 hashes of 32 bytes each at 100k tokens, so about 400 MB

@@ -229,6 +229,8 @@ class SchedulerAgent:
         loaded = self.destination.request_gone(request.request_id, key)
         times = self._times.pop(request.request_id, None)
         leg = self._turns.find(key)
+        if leg is None and key[1] == types_pb2.LEG_DECODE:
+            leg = self._turns.find_past(key)
         if leg is None:
             return
         if not request.aborted and times is not None:

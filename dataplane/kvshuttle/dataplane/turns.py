@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvshuttle.dataplane.limits import MAX_TURNS
+from kvshuttle.dataplane.limits import MAX_PAST_TURNS, MAX_TURNS
 from kvshuttle.v1 import types_pb2
 
 __all__ = ["PARAMS_KEY", "LegKey", "TurnBook", "TurnLeg", "leg_of_params"]
@@ -68,6 +68,7 @@ class TurnBook:
 
     def __init__(self) -> None:
         self._legs: OrderedDict[LegKey, TurnLeg] = OrderedDict()
+        self._past: OrderedDict[LegKey, TurnLeg] = OrderedDict()
 
     def expect(self, leg: TurnLeg) -> None:
         """Remembers a leg; a repeated announcement changes nothing."""
@@ -80,8 +81,17 @@ class TurnBook:
         return self._legs.get(key)
 
     def forget(self, key: LegKey) -> TurnLeg | None:
-        """Drops a leg."""
-        return self._legs.pop(key, None)
+        """A leg's turn is over: nothing is read for it any more. Returns it, if it was known."""
+        leg = self._legs.pop(key, None)
+        if leg is not None:
+            self._past[key] = leg
+            while len(self._past) > MAX_PAST_TURNS:
+                self._past.popitem(last=False)
+        return leg
+
+    def find_past(self, key: LegKey) -> TurnLeg | None:
+        """A leg whose turn is over, or running; if it is still remembered."""
+        return self._legs.get(key) or self._past.get(key)
 
     def refuse(self, token: str, reason: str) -> None:
         """The lease that a leg of this turn hopes for will not come."""

@@ -74,6 +74,23 @@ def test_what_a_turn_left_is_returned_at_once_and_outlives_it(world: World) -> N
     assert world.lease(grant.lease_id).state is LeaseState.GRANTED, "the turn's end stopped it"
 
 
+def test_a_turn_that_ended_before_its_offer_came_is_returned_too(world: World) -> None:
+    prefill, decode = world.pair()
+    turn = world.begin()
+    world.do(world.registry.end_turn(world.now, KEY, turn.number, TurnOutcome.COMPLETED))
+    world.offer(decode, 20, turn)
+    assert granted(world, prefill, decode).eager_for == KEY
+
+
+def test_what_the_next_turn_has_overtaken_is_left_to_it(world: World) -> None:
+    _, decode = world.pair()
+    turn = world.begin()
+    world.do(world.registry.end_turn(world.now, KEY, turn.number, TurnOutcome.COMPLETED))
+    world.begin()
+    world.offer(decode, 20, turn)
+    assert world.told(decode, c.Harden) == []
+
+
 def test_the_next_turn_finds_it_and_waits_for_nothing(world: World) -> None:
     prefill, decode = world.pair()
     ended_turn(world, decode)

@@ -579,3 +579,29 @@ def test_nothing_is_left_when_all_is_over(bench: Bench) -> None:
     stats = bench.agent.pool_stats()
     assert (stats.holds, stats.held_blocks, stats.open_leases) == (0, 0, 0)
     assert bench.pool.free_blocks == 100
+
+
+def test_what_decode_leaves_is_offered_though_its_turn_is_over(bench: Bench) -> None:
+    """The server finds stop words, so a turn can end before its request does in the engine."""
+    bench.expect(DECODE)
+    bench.obey(forget_turn=agent_pb2.ForgetTurn(turn_token="t", leg=DECODE))
+    bench.offer(chain(4))
+    (offered,) = bench.out.take("offered")
+    assert offered.num_blocks == 4
+
+
+def test_nothing_is_read_for_a_turn_that_is_over(bench: Bench) -> None:
+    bench.expect(PREFILL, "l1")
+    bench.obey(forget_turn=agent_pb2.ForgetTurn(turn_token="t", leg=PREFILL))
+    bench.grant(chain(6))
+    (stopped,) = bench.out.take("stopped")
+    assert stopped.reason == "TURN_GONE_ON"
+    assert bench.look(chain(6)) is None, "it could be a turn that is still to be announced"
+    bench.clock.advance(1)
+    assert bench.look(chain(6)) == 0
+    # Nor is anything of a prefill leg offered: nobody waits for it.
+    ids = tuple(range(10, 14))
+    bench.pool.touch(ids)
+    request = FinishedRequest("r", chain(4), ids, 4 * BLOCK, False)
+    bench.agent.finished(("t", PREFILL), request)
+    assert bench.out.take("offered") == []

@@ -38,6 +38,8 @@ def consider(w: Work, key: SessionKey, turn: Turn, replica: Replica) -> None:
     the next turn, which is the one that had this one (placement is sticky)."""
     if not w.limits.eager or turn.prefill is None or turn.plan.reason == "POLICY_NEVER":
         return
+    if w.state.sessions[key].turn_count > turn.number:
+        return  # the next one is here already, and reads what it wants itself
     target = w.state.workers.get(turn.prefill.worker.worker_id)
     if target is None or not _suits(w, target, replica):
         return

@@ -54,8 +54,8 @@ def offered(w: Work, ref: WorkerRef, report: ReplicaReport) -> None:
     if replica is None:
         return
     session = w.state.sessions[report.key]
-    key, number = w.state.turns.get(report.turn_token, (report.key, 0))
-    turn = session.find(number) if key == report.key else None
+    # It may have ended already: a gateway can be faster than an agent.
+    turn = session.find_token(report.turn_token)
     if report.leg is Leg.PREFILL:
         if turn is not None and turn.running:
             _forward(w, report.key, turn, replica)

@@ -111,6 +111,10 @@ class Session(Struct, frozen=True, array_like=True, gc=False):
         """A turn that is still remembered."""
         return next((turn for turn in self.turns if turn.number == number), None)
 
+    def find_token(self, token: str) -> Turn | None:
+        """The turn with this token, running or ended, if it is still remembered."""
+        return next((turn for turn in self.turns if token and turn.token == token), None)
+
     def find_request(self, request_id: str) -> Turn | None:
         """The turn that a BeginTurn with this id made, if it is still remembered."""
         if not request_id:
