@@ -56,7 +56,7 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 
 # ----------------------------------------------------------------------------------- tests
 
-.PHONY: test test-fast lint proto sim sim-exhaustive bench-controlplane bench-idle bench-retention bench-ttft clean
+.PHONY: test test-fast lint proto sim sim-exhaustive mutants bench-controlplane bench-idle bench-retention bench-ttft clean
 test: model lint ## lint and all tests, those on real engines too
 	@$(BIN)/python -m pytest tests --durations=15 $(ARGS)
 
@@ -77,6 +77,9 @@ sim: $(VENV)/.dev ## the lease protocol on virtual time: seeded faults, invarian
 
 sim-exhaustive: $(VENV)/.dev ## every order of events around one lease, as far as a minute goes
 	@$(BIN)/python -m tests.simulation.exhaustive $(ARGS)
+
+mutants: $(VENV)/.dev ## breaks each rule of the lease protocol in turn: does a test see it?
+	@$(BIN)/python -m tests.mutation $(ARGS)
 
 bench-controlplane: $(VENV)/.dev ## turns, renewals and sessions of one control plane; QUICK=1, TRACES=path
 	@$(BIN)/python -m benchmarks.controlplane $(if $(QUICK),--quick) $(if $(TRACES),--traces $(TRACES)) $(ARGS)
