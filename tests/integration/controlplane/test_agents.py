@@ -93,6 +93,19 @@ async def test_a_fence_tells_sources_and_peers(cluster: Cluster) -> None:
     await decode.told("peer_fenced", worker=prefill.ref)
 
 
+@pytest.mark.timeout(60)
+async def test_an_agent_that_goes_away_is_missed_at_once_however_often(cluster: Cluster) -> None:
+    """Now and then gRPC does not end a read that is cancelled in the moment when it begins."""
+    prefill, decode = await cluster.pair()
+    for _ in range(40):
+        await decode.beat(2_000)
+        await prefill.close()
+        await eventually(
+            lambda: worker(cluster, "p"), lambda w: w.state == workers.WORKER_STATE_LOST
+        )
+        await prefill.connect()
+
+
 async def test_a_new_boot_after_a_lost_stream_is_a_new_incarnation(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     await first_turn(cluster, prefill, decode)

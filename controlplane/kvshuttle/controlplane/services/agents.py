@@ -67,6 +67,8 @@ class _Stream:
         # Since when a message waits for the agent to take it; 0 while none does.
         self.writing = 0.0
         self.failure: DomainError | None = None
+        # Set when its handler ends: what is still read from it counts for nothing.
+        self.over = False
         self.timer: asyncio.TimerHandle | None = None
 
     def keep_alive(self, interval_s: float, silence_s: float) -> None:
@@ -160,6 +162,7 @@ class AgentService(pb_grpc.AgentServiceServicer):
         self._metrics = metrics
         self._runtime = runtime
         self._streams = streams
+        self._leaving: set[asyncio.Task[None]] = set()
         self._checks = checks
         self._limits = limits
 
@@ -202,8 +205,12 @@ class AgentService(pb_grpc.AgentServiceServicer):
             self._streams.detach(stream)
             if stream.timer is not None:
                 stream.timer.cancel()
+            # Not waited for: a read that gRPC has begun sometimes outlives its cancellation for as
+            # long as the connection, and until then nobody would hear that the worker is lost.
+            stream.over = True
             reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
+            self._leaving.add(reader)
+            reader.add_done_callback(self._leaving.discard)
             reason = stream.end_reason or "CLOSED"
             # When it is this side that stops, no worker is lost: all of them come back to the
             # next epoch, and what is written now would be wrong then.
@@ -297,6 +304,8 @@ class AgentService(pb_grpc.AgentServiceServicer):
     async def _read(self, requests: AsyncIterator[pb.ConnectRequest], stream: _Stream) -> None:
         try:
             async for request in requests:
+                if stream.over:
+                    return
                 self._apply(request, stream)
             stream.end("CLOSED")
         except asyncio.CancelledError:
