@@ -60,7 +60,7 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 test: model lint ## lint and all tests, those on real engines too
 	@$(BIN)/python -m pytest tests --durations=15 $(ARGS)
 
-test-fast: lint ## lint and the quick ones of the tests that need no engine and little time
+test-fast: lint ## lint and the tests that need no engine and little time
 	@$(BIN)/python -m pytest tests -m "not engines and not simulation and not slow" --durations=5 $(ARGS)
 
 lint: $(VENV)/.dev ## style, types, layers, the API's rules, the stubs

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-# What takes most of the time of the tests that need no engine: programs that are started, killed and
-# waited for, screens, bytes at random. They run in `make test`, and not in `make test-fast`.
+# What takes most of the time of the tests that need no engine: programs that are started, killed
+# and waited for, screens, bytes at random. They run in `make test`, and not in `make test-fast`.
 SLOW = (
     "integration/cli",
     "integration/controlplane/test_crash.py",
