@@ -12,6 +12,7 @@ from kvshuttle.controlplane.model.errors import (
     BootConflictError,
     LeaseEndedError,
     LeaseNotGrantedError,
+    LineageChangedError,
     NotFoundError,
 )
 from kvshuttle.controlplane.model.limits import SECOND, Limits
@@ -436,3 +437,12 @@ def test_a_lease_names_its_parties() -> None:
     assert lease.direction is Direction.RETURN
     assert (lease.source, lease.destination, lease.turn) == (decode, prefill, turn.number)
     assert world.told(prefill, c.ExpectTurn)[-1].lease_id == lease.lease_id
+
+
+def test_an_agent_of_another_store_needs_the_operators_word() -> None:
+    world = World()
+    with pytest.raises(LineageChangedError):
+        world.connect("p", WorkerRole.PREFILL, lineage_id="another")
+    assert "p" not in world.state.workers
+    world.registry.accept_lineage_change = True
+    assert world.connect("p", WorkerRole.PREFILL, lineage_id="another").worker_id == "p"
