@@ -102,12 +102,7 @@ def _left(one: pb.Lease, at_s: float) -> str:
     return human.span(max(0.0, moment(one.grant_time).timestamp() + seconds(one.ttl) - at_s))
 
 
-@click.command("leases", cls=Command)
-@click.option(
-    "--state", type=click.Choice(list(_WORDS)), multiple=True, help="Only these; repeatable."
-)
-@click.option("--all", "ended", is_flag=True, help="Those too that have ended.")
-@click.option(
+_of_session = click.option(
     "--session",
     "session_id",
     default="",
@@ -115,13 +110,22 @@ def _left(one: pb.Lease, at_s: float) -> str:
     shell_complete=complete_sessions,
     help="Only of this session.",
 )
-@click.option(
+_of_worker = click.option(
     "--worker",
     default="",
     metavar="ID",
     shell_complete=complete_workers,
     help="Only from or to this worker.",
 )
+
+
+@click.command("leases", cls=Command)
+@click.option(
+    "--state", type=click.Choice(list(_WORDS)), multiple=True, help="Only these; repeatable."
+)
+@click.option("--all", "ended", is_flag=True, help="Those too that have ended.")
+@_of_session
+@_of_worker
 @limit_option(50)
 @pass_options
 def leases(
@@ -197,21 +201,8 @@ def revoke(options: Options, lease_id: str, why: str) -> int:
 
 @click.command("transfers", cls=Command)
 @click.option("--all", "every", is_flag=True, help="Those leases too under which nothing moved.")
-@click.option(
-    "--session",
-    "session_id",
-    default="",
-    metavar="ID",
-    shell_complete=complete_sessions,
-    help="Only of this session.",
-)
-@click.option(
-    "--worker",
-    default="",
-    metavar="ID",
-    shell_complete=complete_workers,
-    help="Only from or to this worker.",
-)
+@_of_session
+@_of_worker
 @click.option("--direction", type=click.Choice(["return", "forward"]), help="Only this way.")
 @limit_option(50)
 @pass_options
