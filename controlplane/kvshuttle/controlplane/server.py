@@ -19,7 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from kvshuttle.controlplane import __version__
 from kvshuttle.controlplane.auth import Tokens
 from kvshuttle.controlplane.clock import Timeline
-from kvshuttle.controlplane.model.limits import MS, SECOND
+from kvshuttle.controlplane.model.limits import MICROSECOND, MS, SECOND
 from kvshuttle.controlplane.model.registry import Registry
 from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH
 from kvshuttle.controlplane.observer import Metrics, MetricsServer
@@ -124,7 +124,8 @@ class Server:
             log.warning("clock_behind_store", seconds=behind_ns / SECOND)
         # Nobody remembers which numbers a process before this one gave to boots that may still
         # run, if the store is a copy of an earlier one, or memory: they must not be given again.
-        numbers = max(snapshot.last_incarnation, self.clock.now_ns() // SECOND)
+        # Counted from the microsecond of the start, numbers never run ahead of the clock.
+        numbers = max(snapshot.last_incarnation, self.clock.now_ns() // MICROSECOND)
         snapshot = dataclasses.replace(snapshot, last_incarnation=numbers)
         self.registry = Registry(
             self.limits,

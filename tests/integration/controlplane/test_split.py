@@ -203,7 +203,6 @@ async def test_a_restored_backup_takes_its_agents_back(two: Two) -> None:
     highest = late.epoch
     await asyncio.to_thread(two.old.stop, signal.SIGKILL)
 
-    await asyncio.sleep(1.1)  # numbers are those of the second of the start
     two.new = await asyncio.to_thread(Process, two.path / "new")
     assert two.new.ready["epoch"] <= highest
     for agent in (late, prefill, decode):

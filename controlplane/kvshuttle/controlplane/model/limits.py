@@ -8,6 +8,7 @@ from types import MappingProxyType
 
 __all__ = ["MS", "SECOND", "Budget", "Limits", "TenantLimits"]
 
+MICROSECOND = 1_000
 MS = 1_000_000
 SECOND = 1_000 * MS
 
