@@ -7,10 +7,7 @@ an idle engine costs nothing. What it decides is in :mod:`kvshuttle.dataplane.tr
 from __future__ import annotations
 
 import contextlib
-import os
 import queue
-import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -22,6 +19,7 @@ import zmq
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS, Clock, boottime_ns
 from kvshuttle.dataplane.faults import Faults
+from kvshuttle.dataplane.folder import PrivateFolder
 from kvshuttle.dataplane.limits import (
     POLL_MAX_READING_NS,
     POLL_MAX_SERVING_NS,
@@ -74,7 +72,7 @@ class Mover:
         self._results = Results()
         self._interval_ns = POLL_MIN_NS
         # Private to this user: whoever can write here can make the engine move memory.
-        self._directory = tempfile.mkdtemp(prefix="kvshuttle-")
+        self._folder = PrivateFolder()
         self._started: queue.SimpleQueue[MoverEndpoint | Exception] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="kvshuttle-mover", daemon=True)
 
@@ -86,7 +84,7 @@ class Mover:
         self._thread.start()
         started = self._started.get()
         if isinstance(started, Exception):
-            shutil.rmtree(self._directory, ignore_errors=True)
+            self._folder.remove()
             raise started
         return started
 
@@ -96,7 +94,7 @@ class Mover:
 
     def shutdown(self) -> None:
         """Removes the sockets; the thread is a daemon and ends with the process."""
-        shutil.rmtree(self._directory, ignore_errors=True)
+        self._folder.remove()
 
     # The thread.
 
@@ -113,8 +111,8 @@ class Mover:
                 socket.setsockopt(zmq.LINGER, 0)
                 socket.setsockopt(zmq.SNDHWM, 0)
                 socket.setsockopt(zmq.RCVHWM, 0)
-            commands = f"ipc://{os.path.join(self._directory, 'commands')}"
-            events = f"ipc://{os.path.join(self._directory, 'events')}"
+            commands = f"ipc://{self._folder.path / 'commands'}"
+            events = f"ipc://{self._folder.path / 'events'}"
             self._transfers = Transfers(
                 self._transport,
                 self._regions,

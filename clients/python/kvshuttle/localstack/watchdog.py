@@ -8,6 +8,7 @@ it went, the helper kills every session that it was told of and not told to forg
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -42,6 +43,7 @@ def _tell(line: str) -> None:
                 start_new_session=True,
             )
             _helper_owner = os.getpid()
+            atexit.register(close)
         assert _helper.stdin is not None
         _helper.stdin.write(line.encode())
         _helper.stdin.flush()
