@@ -1,8 +1,9 @@
 """What an idle engine costs while it holds ten sessions' KV, process by process.
 
-Starts a kvshuttle of two engines, holds one turn of ten conversations, then does nothing for a
-minute and counts the CPU time of every process of both engines. A plain engine and one with
-vLLM's own NixlConnector, idle and holding nothing, are measured the same way to compare with.
+Starts a kvshuttle of two engines, holds one turn of ten conversations at decode (without eager
+returns, which would move them to prefill's cache and let go), then does nothing for a minute and
+counts the CPU time of every process of both engines. A plain engine and one with vLLM's own
+NixlConnector, idle and holding nothing, are measured the same way to compare with.
 """
 
 from __future__ import annotations
@@ -117,7 +118,7 @@ def kvshuttle_pair(model: Path, directory: Path, seconds: float) -> tuple[dict[s
     """Percent by engine, and how many replicas decode held all the time."""
     cpus = engine_cpus()
     with Stack(_progress) as stack:
-        control_plane = ControlPlane(directory=directory)
+        control_plane = ControlPlane(directory=directory, extra_args=["--no-eager"])
         stack.start(control_plane)
         engines = [
             Engine(
