@@ -50,6 +50,17 @@ CASES: list[tuple[str, str, Any, str]] = [
     (
         "sessions",
         "EndTurn",
+        sessions.EndTurnRequest(
+            session_id="s",
+            turn=1,
+            outcome=sessions.TURN_OUTCOME_FAILED,
+            turn_token="x" * 129,
+        ),
+        "turn_token",
+    ),
+    (
+        "sessions",
+        "EndTurn",
         sessions.EndTurnRequest(session_id="s", turn=1, outcome=sessions.TURN_OUTCOME_ABANDONED),
         "outcome",
     ),

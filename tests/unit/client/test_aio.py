@@ -39,12 +39,18 @@ async def test_a_turn(control: FakeControlPlane) -> None:
     async with AsyncClient(control.target, options) as client:
         begun = await client.begin_turn("s", exclude_worker_ids=["x"], timeout=5)
         await client.end_turn(
-            "s", begun.turn.turn, session.TURN_OUTCOME_COMPLETED, tenant="other", timeout=5
+            "s",
+            begun.turn.turn,
+            session.TURN_OUTCOME_COMPLETED,
+            turn_token=begun.turn_token,
+            tenant="other",
+            timeout=5,
         )
 
     assert begun.turn.decode.url == "http://d"
     assert control.begins[0].request_id
     assert control.ends[0].turn == begun.turn.turn
+    assert control.ends[0].turn_token == begun.turn_token != ""
     assert control.tenants == ["acme", "other"]
     assert control.authorizations == ["Bearer secret"] * 2
     assert "secret" not in repr(options)

@@ -382,6 +382,22 @@ def test_a_forgotten_turn_is_ended_without_complaint() -> None:
         world.registry.end_turn(world.now, KEY, 99, TurnOutcome.COMPLETED)
 
 
+def test_a_late_end_of_a_forgotten_sessions_turn_ends_none_of_its_namesakes() -> None:
+    world = World(dataclasses.replace(Limits(), ended_session_kept_ns=10 * SECOND))
+    world.pair()
+    old = world.begin()
+    world.do(world.registry.end_session(world.now, KEY))
+    world.keep_alive(20)
+    assert KEY not in world.state.sessions
+    new = world.begin()
+    assert (new.number, new.token != old.token) == (old.number, True)
+    with pytest.raises(NotFoundError):
+        world.registry.end_turn(world.now, KEY, 1, TurnOutcome.COMPLETED, token=old.token)
+    assert world.state.sessions[KEY].running() == (new,)
+    world.do(world.registry.end_turn(world.now, KEY, 1, TurnOutcome.COMPLETED, token=new.token))
+    assert not world.state.sessions[KEY].running()
+
+
 def test_block_ids_are_never_stored() -> None:
     world = World()
     _, decode, _, order = world.returning()

@@ -113,13 +113,15 @@ class AsyncClient:
         turn: int,
         outcome: session.TurnOutcome.ValueType,
         *,
+        turn_token: str = "",
         usage: session.TurnUsage | None = None,
         request_id: str | None = None,
         hints: types.SessionHints | None = None,
         tenant: str | None = None,
         timeout: float | None = None,  # noqa: ASYNC109
     ) -> session.Turn:
-        """Ends a turn. Repeating it is safe, with or without the same `request_id`."""
+        """Ends a turn. Repeating it is safe, with or without the same `request_id`; with the
+        `turn_token` of `begin_turn` it cannot end a turn of a later session of the same name."""
         request = session.EndTurnRequest(
             session_id=session_id,
             turn=turn,
@@ -127,6 +129,7 @@ class AsyncClient:
             usage=usage,
             request_id=request_id or new_request_id(),
             hints=hints,
+            turn_token=turn_token,
         )
         response = await self._turn(
             "end",

@@ -215,11 +215,12 @@ class ControlPlane:
         usage: session.TurnUsage | None,
     ) -> None:
         try:
-            turn = (await begun.call).turn.turn
+            answer = await begun.call
         except KVShuttleError:
             # No turn that this gateway knows of. If it was begun all the same, the control plane
             # gives it up by its own timer.
             return
+        turn = answer.turn.turn
         request_id = new_request_id()
         pause_s = _BACKOFF_FIRST_S
         bound = log.bind(tenant=begun.tenant, session=begun.session_id, turn=turn)
@@ -229,6 +230,7 @@ class ControlPlane:
                     begun.session_id,
                     turn,
                     outcome,
+                    turn_token=answer.turn_token,
                     usage=usage,
                     request_id=request_id,
                     tenant=begun.tenant,

@@ -570,6 +570,7 @@ class EndTurnRequest(_message.Message):
     USAGE_FIELD_NUMBER: _builtins.int
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     HINTS_FIELD_NUMBER: _builtins.int
+    TURN_TOKEN_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The conversation."""
     turn: _builtins.int
@@ -578,6 +579,11 @@ class EndTurnRequest(_message.Message):
     """How it ended."""
     request_id: _builtins.str
     """Makes a retry safe. At most 128 characters."""
+    turn_token: _builtins.str
+    """The token that BeginTurn gave. Numbers begin anew when a session was ended, forgotten, and begun
+    again under its name: with the token, a late call cannot end a turn of the new one (NOT_FOUND).
+    At most 128 characters.
+    """
     @_builtins.property
     def usage(self) -> Global___TurnUsage:
         """What it cost."""
@@ -595,10 +601,11 @@ class EndTurnRequest(_message.Message):
         usage: Global___TurnUsage | None = ...,
         request_id: _builtins.str = ...,
         hints: _types_pb2.SessionHints | None = ...,
+        turn_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints", "outcome", b"outcome", "request_id", b"request_id", "session_id", b"session_id", "turn", b"turn", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints", "outcome", b"outcome", "request_id", b"request_id", "session_id", b"session_id", "turn", b"turn", "turn_token", b"turn_token", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -114,6 +114,9 @@ class Limits:
     commands_per_message: int = 1_000
     extensions_per_message: int = 100_000
     """All are in the API's text."""
+    commands_bytes: int = 2 << 20
+    """Bytes of commands in one message to an agent, unless one command has more: a grant over 100k
+    tokens has some 220 KB, an agent takes messages of 32 MiB, and writing this much takes ms."""
     command_queue_max: int = 20_000
     """Commands waiting on one stream; a stream beyond it has stalled and is ended."""
     agent_message_bytes: int = 32 << 20
@@ -196,6 +199,8 @@ class Limits:
     # -- requests ------------------------------------------------------------------------------
     session_id_chars: int = 256
     request_id_chars: int = 128
+    turn_token_chars: int = 128
+    """In the API's text; they have 22."""
     worker_id_chars: int = 128
     tenant_chars: int = 128
     text_chars: int = 200

@@ -99,10 +99,11 @@ class Registry:
         outcome: TurnOutcome,
         usage: Usage | None = None,
         hints: Hints | None = None,
+        token: str = "",
     ) -> Decision[Turn]:
         """NotFoundError."""
         w = self._work(now_ns)
-        return Decision(turn_events.end(w, key, number, outcome, usage, hints), w.finish())
+        return Decision(turn_events.end(w, key, number, outcome, usage, hints, token), w.finish())
 
     def update_session(
         self, now_ns: int, key: SessionKey, hints: Hints, request_id: str = ""

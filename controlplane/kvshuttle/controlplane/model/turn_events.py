@@ -230,9 +230,11 @@ def end(
     outcome: TurnOutcome,
     usage: Usage | None = None,
     hints: Hints | None = None,
+    token: str = "",
 ) -> Turn:
-    """Ends a turn: both agents forget it, its open leases stop. Ending it again changes
-    nothing."""
+    """Ends a turn: both agents forget it, its open leases stop. Ending it again changes nothing.
+    Where `token` is given, it is the turn of this token or none: numbers begin anew once a session
+    was forgotten, and two control planes on copies of one store give the same ones."""
     session = w.state.sessions.get(key)
     if session is None:
         raise NotFoundError("session", key.session_id)
@@ -241,6 +243,8 @@ def end(
         if not 0 < number <= session.turn_count:
             raise NotFoundError("turn", number)
         return _forgotten(number)
+    if token and token != turn.token:
+        raise NotFoundError("turn", number)
     if not turn.running:
         return turn
     if hints is not None and session.active:

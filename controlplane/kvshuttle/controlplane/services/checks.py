@@ -52,6 +52,16 @@ class Checks:
         """A retry's name; may be empty."""
         return self.text("request_id", value, self.limits.request_id_chars)
 
+    def turn_token(self, value: str) -> str:
+        """A turn's token; may be empty. It is not shown in the error."""
+        if len(value) > self.limits.turn_token_chars:
+            raise InvalidFieldError(
+                "turn_token",
+                f"({len(value)} characters)",
+                f"give the token of BeginTurn, at most {self.limits.turn_token_chars} characters",
+            )
+        return value
+
     def worker_id(self, field: str, value: str, *, required: bool = True) -> str:
         """A worker's name."""
         return self.text(field, value, self.limits.worker_id_chars, required=required)

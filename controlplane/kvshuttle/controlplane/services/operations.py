@@ -106,9 +106,10 @@ class Operations:
                 checks.duration("usage.time_to_first_token", request.usage.time_to_first_token),
             )
         hints = checks.hints(request.hints) if request.HasField("hints") else None
+        token = checks.turn_token(request.turn_token)
         registry = self._runtime.registry
         return Operation(
-            lambda now: registry.end_turn(now, key, number, outcome, usage, hints),
+            lambda now: registry.end_turn(now, key, number, outcome, usage, hints, token),
             lambda turn: pb.EndTurnResponse(turn=turn_out(turn)),
         )
 
