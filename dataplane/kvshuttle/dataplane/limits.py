@@ -12,6 +12,7 @@ __all__ = [
     "EAGER_FREE_SHARE",
     "EAGER_PIECE_BLOCKS",
     "EAGER_REMEMBERED",
+    "EVENTS_BYTES",
     "MAX_EVENTS_A_MESSAGE",
     "MAX_MESSAGE_BYTES",
     "MAX_PAST_TURNS",
@@ -95,6 +96,11 @@ carries the whole inventory, so a lost event delays a release until its deadline
 
 MAX_EVENTS_A_MESSAGE = 1_000
 """The API's limit on events in one message."""
+
+EVENTS_BYTES = 2 * 1024 * 1024
+"""Bytes of events in one message, unless one event has more: a lease over 100k tokens is answered
+with some 220 KB of hashes, so a thousand such answers would be far beyond what a message may have;
+and parsing this much holds up the other end for some ms only."""
 
 MAX_MESSAGE_BYTES = 32 * 1024 * 1024
 """Largest message on the stream: a grant over 1M tokens in blocks of 16 is 2.5 MB."""

@@ -21,14 +21,11 @@ import zmq
 
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.backoff import Backoff
+from kvshuttle.dataplane.batches import take_events
 from kvshuttle.dataplane.clock import NS, boottime_ns
 from kvshuttle.dataplane.config import AgentConfig
 from kvshuttle.dataplane.conversation import Conversation
-from kvshuttle.dataplane.limits import (
-    MAX_EVENTS_A_MESSAGE,
-    MAX_MESSAGE_BYTES,
-    MAX_PENDING_EVENTS,
-)
+from kvshuttle.dataplane.limits import MAX_MESSAGE_BYTES, MAX_PENDING_EVENTS
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.mover import MoverEndpoint
 from kvshuttle.dataplane.scheduler import (
@@ -323,14 +320,12 @@ class ControlLink:
                         counters=self._agent.counters.snapshot(),
                     )
                 )
-            batch: list[agent_pb2.AgentEvent] = []
             with self._changed:
                 if not self._pending:
                     self._changed.wait(max(0.0, (next_beat - boottime_ns()) / NS))
                 if conversation.over.is_set():
                     return  # what is pending belongs to the next stream
-                while self._pending and len(batch) < MAX_EVENTS_A_MESSAGE:
-                    batch.append(self._pending.popleft())
+                batch = take_events(self._pending)
             if batch:
                 yield agent_pb2.ConnectRequest(events=agent_pb2.AgentEvents(events=batch))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import uuid
+from collections.abc import Iterable
 from typing import Any
 
 import grpc
@@ -144,6 +145,11 @@ class Agent:
         await self._call.write(
             pb.ConnectRequest(events=pb.AgentEvents(events=[pb.AgentEvent(**event)]))
         )
+
+    async def say_all(self, events: Iterable[dict[str, Any]]) -> None:
+        """Events in one message."""
+        said = [pb.AgentEvent(**event) for event in events]
+        await self._call.write(pb.ConnectRequest(events=pb.AgentEvents(events=said)))
 
     async def beat(self, clock: int, **stats: Any) -> None:
         """A heartbeat."""

@@ -65,6 +65,40 @@ async def test_a_second_live_boot_is_refused_until_the_first_is_fenced(cluster: 
     assert reason(caught.value) == "INCARNATION_MISMATCH"
 
 
+async def test_many_large_grants_do_not_make_a_message_too_large(cluster: Cluster) -> None:
+    """Twenty at once, of 1 MB each; this agent's channel takes 4 MiB a message, gRPC's default."""
+    blocks = 31_000
+    pool = {"num_blocks": 1_000 * blocks}
+    prefill = await cluster.agent("p", types.WORKER_ROLE_PREFILL, **pool).connect()
+    decode = await cluster.agent("d", DECODE, **pool).connect()
+    always = sessions.RETURN_POLICY_ALWAYS
+    names = [f"s{number}" for number in range(20)]
+    firsts = await asyncio.gather(*(cluster.begin(x, return_policy=always) for x in names))
+    for name, first in zip(names, firsts, strict=True):
+        await decode.offer([name.encode()] * blocks, name, first.turn_token, types.LEG_DECODE)
+    await eventually(lambda: cluster.session(names[-1]), lambda got: got.replicas)
+    await asyncio.gather(*(cluster.begin(x, return_policy=always) for x in names))
+    orders = [await decode.told("harden") for _ in names]
+    await decode.say_all(
+        {
+            "hardened": agents.LeaseHardened(
+                lease_id=order.lease_id,
+                version=order.version,
+                blocks=types.BlockDescriptors(
+                    range=order.range,
+                    block_ids=range(blocks),
+                    hashes=bytes(32 * blocks),
+                    hash_size=32,
+                ),
+            )
+        }
+        for order in orders
+    )
+    seen = [await prefill.told("grant") for _ in names]
+    assert [grant.lease_id for grant in seen] == [order.lease_id for order in orders]
+    assert all(len(grant.blocks.hashes) == 32 * blocks for grant in seen)
+
+
 async def test_a_fenced_boot_does_not_come_back(cluster: Cluster) -> None:
     agent = await cluster.agent("d", DECODE).connect()
     await cluster.cluster.FenceWorker(

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from kvshuttle.dataplane.limits import MAX_MESSAGE_BYTES
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import agent_service_pb2_grpc as agent_grpc
 
@@ -22,7 +23,11 @@ class ScriptedControlPlane(agent_grpc.AgentServiceServicer):
         self.refuse: tuple[grpc.StatusCode, str] | None = None
         self.refused = threading.Event()
         self._generation = 0
-        self._server = grpc.server(futures.ThreadPoolExecutor(8))
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(8),
+            # As the real one's.
+            options=[("grpc.max_receive_message_length", MAX_MESSAGE_BYTES)],
+        )
         agent_grpc.add_AgentServiceServicer_to_server(self, self._server)
         address = f"127.0.0.1:{port}"
         self.port = (

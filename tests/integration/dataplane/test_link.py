@@ -15,6 +15,7 @@ import trustme
 from kvshuttle.dataplane import link
 from kvshuttle.dataplane.clock import boottime_ns
 from kvshuttle.dataplane.config import AgentConfig
+from kvshuttle.dataplane.limits import EVENTS_BYTES
 from kvshuttle.dataplane.link import ControlLink
 from kvshuttle.dataplane.scheduler import FinishedRequest, SchedulerAgent
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
@@ -174,6 +175,24 @@ def test_a_new_stream_starts_with_the_whole_inventory(
     assert [r.num_blocks for r in hello.replicas] == [3]
     assert (hello.highest_epoch, hello.lineage_id) == (7, "L")
     assert hello.boot_id == "boot-1"
+
+
+def test_many_large_answers_do_not_make_a_message_too_large(
+    control_plane: ScriptedControlPlane, engine: Engine
+) -> None:
+    """40 MB at once, of which a message may have 32."""
+    stream = opened(control_plane)
+    for number in range(40):
+        blocks = types_pb2.BlockDescriptors(hashes=bytes(1 << 20))
+        hardened = agent_pb2.LeaseHardened(lease_id=str(number), blocks=blocks)
+        engine.link.emit(agent_pb2.AgentEvent(hardened=hardened))
+    stream.welcome()
+    seen: list[str] = []
+    while len(seen) < 40:
+        events = stream.next("events")
+        assert events.ByteSize() <= EVENTS_BYTES
+        seen += [event.hardened.lease_id for event in events.events]
+    assert seen == [str(number) for number in range(40)]
 
 
 def test_it_comes_back_when_the_control_plane_does() -> None:

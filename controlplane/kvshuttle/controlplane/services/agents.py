@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import structlog
@@ -148,6 +149,22 @@ class Streams:
             stream.end(STOPPING)
 
 
+def _take(queue: list[Command], limits: Limits) -> list[pb.AgentCommand]:
+    """The oldest commands, as many as one message should carry: by number, and by bytes, of which
+    the first may have more alone."""
+    taken: list[pb.AgentCommand] = []
+    size = 0
+    for command in islice(queue, limits.commands_per_message):
+        message = command_out(command)
+        # 8: tag and length in the list, 6 at most.
+        size += message.ByteSize() + 8
+        if taken and size > limits.commands_bytes:
+            break
+        taken.append(message)
+    del queue[: len(taken)]
+    return taken
+
+
 class AgentService(pb_grpc.AgentServiceServicer):
     """Reads each stream in one task and writes it in another."""
 
@@ -189,13 +206,9 @@ class AgentService(pb_grpc.AgentServiceServicer):
                     stream.writing = 0.0
                 stream.beat = False
                 while stream.queue:
-                    batch = stream.queue[: self._limits.commands_per_message]
-                    del stream.queue[: len(batch)]
+                    batch = _take(stream.queue, self._limits)
                     stream.writing = loop.time()
-                    yield self._message(
-                        stream,
-                        commands=pb.AgentCommands(commands=[command_out(c) for c in batch]),
-                    )
+                    yield self._message(stream, commands=pb.AgentCommands(commands=batch))
                     stream.writing = 0.0
                 if stream.failure is not None:
                     raise stream.failure
