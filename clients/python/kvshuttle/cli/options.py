@@ -15,7 +15,7 @@ import click
 from click.core import ParameterSource
 
 from kvshuttle.cli.output import Printer
-from kvshuttle.client import ClientOptions, Timeouts, TlsOptions
+from kvshuttle.client import NO_RETRIES, ClientOptions, Timeouts, TlsOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -75,6 +75,8 @@ class Options:
                 read_s=self.timeout,
                 write_s=self.timeout,
             ),
+            # An operator wants to know at once what does not answer.
+            retries=NO_RETRIES,
         )
 
     def bearer(self) -> str | None:

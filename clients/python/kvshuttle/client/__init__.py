@@ -1,6 +1,7 @@
-"""Python client of kvshuttle's control plane."""
+"""Python client of kvshuttle"s control plane."""
 
-from kvshuttle.client.aio import AsyncClient, new_request_id
+from kvshuttle.client.aio import AsyncClient
+from kvshuttle.client.calls import new_request_id
 from kvshuttle.client.errors import (
     AbortedError,
     CallCancelledError,
@@ -16,11 +17,18 @@ from kvshuttle.client.errors import (
     UnavailableError,
 )
 from kvshuttle.client.options import ClientOptions, Timeouts, TlsOptions, is_loopback_target
+from kvshuttle.client.retries import NO_RETRIES, RetryPolicy
+from kvshuttle.client.sessions import AsyncSession, AsyncTurn, SyncSession, SyncTurn, Value, hints
+from kvshuttle.client.sync import Client
 
 __all__ = [
+    "NO_RETRIES",
     "AbortedError",
     "AsyncClient",
+    "AsyncSession",
+    "AsyncTurn",
     "CallCancelledError",
+    "Client",
     "ClientOptions",
     "DeadlineExceededError",
     "FailedPreconditionError",
@@ -30,10 +38,15 @@ __all__ = [
     "OutOfRangeError",
     "PermissionDeniedError",
     "ResourceExhaustedError",
+    "RetryPolicy",
+    "SyncSession",
+    "SyncTurn",
     "Timeouts",
     "TlsOptions",
     "UnauthenticatedError",
     "UnavailableError",
+    "Value",
+    "hints",
     "is_loopback_target",
     "new_request_id",
 ]

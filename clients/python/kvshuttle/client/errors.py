@@ -6,7 +6,7 @@ caller can tell NO_WORKER from a broken network without reading texts.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import grpc
 from google.rpc import error_details_pb2, status_pb2  # type: ignore[import-untyped, unused-ignore]
@@ -107,15 +107,15 @@ _BY_CODE: dict[grpc.StatusCode, type[KVShuttleError]] = {
 }
 
 
-def from_rpc_error(error: grpc.aio.AioRpcError) -> KVShuttleError:
+def from_rpc_error(error: grpc.RpcError) -> KVShuttleError:
     """The exception for a failed RPC. Details that cannot be read are left out, never raised."""
+    # A failed synchronous call raises itself; an AioRpcError has the same accessors.
+    call: Any = error
     try:
-        # The stubs know the synchronous call only; the function needs the accessors that an
-        # AioRpcError has too.
-        status = rpc_status.from_call(error)  # type: ignore[arg-type]
+        status = rpc_status.from_call(call)
     except ValueError:
         status = None
-    return _made(error.code(), error.details(), status)
+    return _made(call.code(), call.details(), status)
 
 
 def from_status(status: status_pb2.Status) -> KVShuttleError:

@@ -8,9 +8,13 @@ from typing import TYPE_CHECKING
 
 import grpc
 
+from kvshuttle.client.retries import RetryPolicy
+
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
+    from typing import Any
+
+    from kvshuttle.client.calls import Call
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,12 @@ class Timeouts:
     read_s: float = 5.0
     write_s: float = 5.0
 
+    def of(self, call: Call[Any]) -> float:
+        """A call's own, or the default of its kind."""
+        if call.timeout is not None:
+            return call.timeout
+        return float(getattr(self, call.default))
+
 
 # A control plane that restarts must be found again within about a second: gRPC's own back-off
 # goes up to two minutes. The pings find a peer that went without a word; a server allows one every
@@ -75,6 +85,7 @@ class ClientOptions:
     loopback address. `tenant` is the tenant that a gateway or an operator acts for. With
     `turn_stream`, turns are begun and ended and sessions updated over a stream a tenant, which
     spares the control plane most of a call's cost; where it knows no such stream, calls are made.
+    `retries` says which failed calls are made again; `NO_RETRIES` for a caller that has its own.
     """
 
     tls: TlsOptions | None = None
@@ -82,6 +93,7 @@ class ClientOptions:
     tenant: str | None = None
     timeouts: Timeouts = field(default_factory=Timeouts)
     turn_stream: bool = False
+    retries: RetryPolicy = field(default_factory=RetryPolicy)
 
     def check(self, target: str) -> None:
         """Whether a channel to this target could be made: files are read, nobody is asked.
@@ -99,14 +111,24 @@ class ClientOptions:
     def channel(self, target: str) -> grpc.aio.Channel:
         """Opens a channel; it connects at the first call. Raises as `check` does."""
         self.check(target)
-        options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
         if self.tls is None:
-            return grpc.aio.insecure_channel(target, options=options)
-        if self.tls.server_name is not None:
-            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
-        return grpc.aio.secure_channel(target, self.tls.credentials(), options=options)
+            return grpc.aio.insecure_channel(target, options=self._arguments())
+        return grpc.aio.secure_channel(target, self.tls.credentials(), options=self._arguments())
 
-    def call_metadata(self, tenant: str | None) -> Sequence[tuple[str, str]]:
+    def sync_channel(self, target: str) -> grpc.Channel:
+        """As `channel`, for the synchronous client."""
+        self.check(target)
+        if self.tls is None:
+            return grpc.insecure_channel(target, options=self._arguments())
+        return grpc.secure_channel(target, self.tls.credentials(), options=self._arguments())
+
+    def _arguments(self) -> list[tuple[str, int | str]]:
+        options: list[tuple[str, int | str]] = list(_CHANNEL_OPTIONS)
+        if self.tls is not None and self.tls.server_name is not None:
+            options.append(("grpc.ssl_target_name_override", self.tls.server_name))
+        return options
+
+    def call_metadata(self, tenant: str | None) -> tuple[tuple[str, str], ...]:
         """The metadata of one call, for `tenant` or else for the client's own."""
         metadata: list[tuple[str, str]] = []
         if self.token is not None:
@@ -114,7 +136,7 @@ class ClientOptions:
         acting_for = tenant if tenant is not None else self.tenant
         if acting_for is not None:
             metadata.append(("kvshuttle-tenant", acting_for))
-        return metadata
+        return tuple(metadata)
 
 
 def is_loopback_target(target: str) -> bool:

@@ -19,7 +19,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
-from kvshuttle.client import ClientOptions, Timeouts, TlsOptions
+from kvshuttle.client import NO_RETRIES, ClientOptions, Timeouts, TlsOptions
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -200,6 +200,8 @@ class GatewaySettings(BaseSettings):
                 begin_turn_s=self.begin_turn_settle_s, end_turn_s=self.end_turn_timeout_s
             ),
             turn_stream=True,
+            # A request falls back at once; EndTurn has its own, longer back-off.
+            retries=NO_RETRIES,
         )
 
     @classmethod
