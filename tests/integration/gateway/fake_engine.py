@@ -86,6 +86,8 @@ class FakeEngine:
         self.script = Script()
         self.received: list[Received] = []
         self.healthy = True
+        # /health never answers.
+        self.hangs = False
         self.url = ""
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -145,6 +147,8 @@ class FakeEngine:
         return JSONResponse(body)
 
     async def _health(self, _request: Request) -> Response:
+        if self.hangs:
+            await asyncio.Event().wait()
         return Response(status_code=200 if self.healthy else 503)
 
 

@@ -193,6 +193,86 @@ async def test_decode_that_never_answers_is_a_504(
     assert response.json()["error"]["type"] == "timeout_error"
 
 
+HANG = {"engine_hang_s": 0.4, "probe_timeout_s": 0.1}
+
+
+async def test_a_prefill_engine_that_hangs_is_done_without(
+    control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine
+) -> None:
+    control.placements = [(("p", prefill.url), ("d", decode.url))]
+    prefill.hangs = True
+    prefill.script = Script(before_answer=asyncio.Event())
+    async with running_gateway(control_plane=control.target, **HANG) as gateway:
+        response = await gateway.chat()
+
+    assert response.status_code == 200
+    assert response.headers["x-kvshuttle-fallback"] == "PREFILL_HUNG"
+    await asyncio.wait_for(prefill.received[0].disconnected.wait(), 10)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_decode_engine_that_hangs_has_its_requests_taken_away(
+    control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine, stream: bool
+) -> None:
+    control.placements = [(None, ("d", decode.url)), (None, ("p", prefill.url))]
+    decode.hangs = True
+    decode.script = Script(before_answer=asyncio.Event())
+    async with running_gateway(control_plane=control.target, **HANG) as gateway:
+        response = await gateway.chat(stream=stream)
+
+    assert response.status_code == 200
+    assert response.headers["x-kvshuttle-fallback"] == "DECODE_HUNG"
+    assert prefill.legs() == ["decode"]
+    await asyncio.wait_for(decode.received[0].disconnected.wait(), 10)
+
+
+async def test_a_decode_engine_that_hangs_within_a_stream_ends_it(
+    control: FakeControlPlane, decode: FakeEngine
+) -> None:
+    control.placements = [(None, ("d", decode.url))]
+    decode.hangs = True
+    decode.script = Script(mid_stream=asyncio.Event())
+    async with running_gateway(control_plane=control.target, **HANG) as gateway:
+        response = await gateway.chat(stream=True)
+
+    assert response.content.startswith(EVENTS[0])
+    assert b'"error"' in response.content
+
+
+async def test_a_request_that_makes_two_engines_hang_is_not_given_to_a_third(
+    control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine
+) -> None:
+    control.placements = [(None, ("d", decode.url)), (None, ("p", prefill.url))]
+    for engine in (prefill, decode):
+        engine.hangs = True
+        engine.script = Script(before_answer=asyncio.Event())
+    async with (
+        FakeEngine("third") as third,
+        running_gateway(control_plane=control.target, decode_url=[third.url], **HANG) as gateway,
+    ):
+        response = await gateway.chat()
+
+    assert response.status_code == 502
+    assert not third.received
+
+
+async def test_an_engine_that_computes_for_long_is_not_taken_for_hung(
+    control: FakeControlPlane, decode: FakeEngine
+) -> None:
+    control.placements = [(None, ("d", decode.url))]
+    computed = asyncio.Event()
+    decode.script = Script(before_answer=computed)
+    async with running_gateway(control_plane=control.target, **HANG) as gateway:
+        asked = asyncio.create_task(gateway.chat())
+        await decode.wait_for_request()
+        # Five times as long as a hung engine would be borne.
+        asyncio.get_running_loop().call_later(2.0, computed.set)
+        response = await asked
+
+    assert response.status_code == 200
+    assert "x-kvshuttle-fallback" not in response.headers
+
+
 async def test_no_worker_goes_to_an_engine_known_from_the_list(
     gateway: RunningGateway, control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine
 ) -> None:

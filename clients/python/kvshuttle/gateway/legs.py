@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import httpx
 
+from kvshuttle.gateway.liveness import Liveness
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvshuttle.gateway.body import Leg, Route
+    from kvshuttle.gateway.liveness import Watch
     from kvshuttle.gateway.metrics import Metrics
     from kvshuttle.gateway.settings import GatewaySettings
 
@@ -22,15 +26,15 @@ PATHS: dict[Route, str] = {"chat": "/v1/chat/completions", "completions": "/v1/c
 # Authorization above all stays here.
 _FORWARDED = ("x-request-id", "traceparent", "tracestate")
 
-Failure = Literal["unreachable", "dropped", "timeout", "broke_off"]
+Failure = Literal["unreachable", "dropped", "hung", "timeout", "broke_off"]
 
 
 class LegFailed(Exception):  # noqa: N818 - an outcome that the caller handles, not a defect
     """An engine gave no usable answer.
 
     `unreachable`: it never had the request; `dropped`: it had it, and the connection ended before
-    any byte of the answer's body; `timeout`: it may still be at it; `broke_off`: part of an answer
-    had arrived.
+    any byte of the answer's body; `hung`: it had it, and says nothing any more, to nobody;
+    `timeout`: it may still be at it; `broke_off`: part of an answer had arrived.
     """
 
     def __init__(self, failure: Failure, url: str, cause: str) -> None:
@@ -61,6 +65,7 @@ class EngineHttp:
             # Answers go to the client as they are, and their usage is read: no compression.
             "accept-encoding": "identity",
         }
+        self._liveness = Liveness(lambda url: self.get(url, "/health"), settings.engine_hang_s)
         self._auth = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
         self._client = httpx.AsyncClient(
             # Engines are inside: neither the environment's proxies nor its .netrc apply.
@@ -85,21 +90,24 @@ class EngineHttp:
         settings = self._settings
         started = time.monotonic()
         result = "cancelled"
+        watch: Watch | None = None
         try:
-            async with asyncio.timeout(settings.prefill_timeout_s):
-                response = await self._client.post(
-                    url + PATHS[route],
-                    content=body,
-                    headers=self._headers(headers),
-                    timeout=httpx.Timeout(
-                        settings.prefill_timeout_s, connect=settings.connect_timeout_s
-                    ),
-                )
+            with self._liveness.watch(url) as watch:
+                async with asyncio.timeout(settings.prefill_timeout_s) as watch.scope:
+                    response = await self._client.post(
+                        url + PATHS[route],
+                        content=body,
+                        headers=self._headers(headers),
+                        timeout=httpx.Timeout(
+                            settings.prefill_timeout_s, connect=settings.connect_timeout_s
+                        ),
+                    )
             result = _result(response.status_code)
             return PrefillAnswer(response.status_code, response.headers, response.content)
         except TimeoutError as error:
-            result = "timeout"
-            raise LegFailed("timeout", url, "the whole leg") from error
+            failed = _timed_out(url, watch, "the whole leg")
+            result = failed.failure
+            raise failed from error
         except httpx.HTTPError as error:
             failed = _failed(url, error)
             result = failed.failure
@@ -127,8 +135,15 @@ class EngineHttp:
             ),
         )
         result = "cancelled"
+        watch: Watch | None = None
         try:
-            response = await self._client.send(request, stream=True)
+            with self._liveness.watch(url) as watch:
+                async with asyncio.timeout(None) as watch.scope:
+                    response = await self._client.send(request, stream=True)
+        except TimeoutError as error:
+            failed = _timed_out(url, watch, "no headers")
+            result = failed.failure
+            raise failed from error
         except httpx.HTTPError as error:
             failed = _failed(url, error)
             result = failed.failure
@@ -138,7 +153,7 @@ class EngineHttp:
         finally:
             if result:
                 self.observe("decode", result, started)
-        return DecodeStream(self, url, response, started, settings)
+        return DecodeStream(self, self._liveness, url, response, started, settings)
 
     async def get(self, url: str, path: str) -> httpx.Response:
         """A short read from an engine. Raises httpx.HTTPError."""
@@ -165,6 +180,7 @@ class DecodeStream:
     def __init__(
         self,
         http: EngineHttp,
+        liveness: Liveness,
         url: str,
         response: httpx.Response,
         started: float,
@@ -177,6 +193,8 @@ class DecodeStream:
         self._whole_s = settings.decode_timeout_s
         self._result = "cancelled"
         self._chunks = response.aiter_raw()
+        self._watching = contextlib.ExitStack()
+        self._watch = self._watching.enter_context(liveness.watch(url))
         self._first: bytes | None = None
         self._any = False
         self.url = url
@@ -196,11 +214,12 @@ class DecodeStream:
         Raises LegFailed.
         """
         try:
-            async with asyncio.timeout(self._whole_s):
+            async with asyncio.timeout(self._whole_s) as self._watch.scope:
                 self._first = await self._next()
         except TimeoutError as error:
-            self._result = "timeout"
-            raise LegFailed("timeout", self.url, "no first token") from error
+            failed = _timed_out(self.url, self._watch, "no first token")
+            self._result = failed.failure
+            raise failed from error
 
     async def next_chunk(self) -> bytes | None:
         """The next bytes as they came, None at the regular end. Raises LegFailed."""
@@ -208,26 +227,29 @@ class DecodeStream:
             first, self._first = self._first, None
             return first
         try:
-            async with asyncio.timeout(self._idle_s):
+            async with asyncio.timeout(self._idle_s) as self._watch.scope:
                 return await self._next()
         except TimeoutError as error:
-            self._result = "timeout"
-            raise LegFailed("timeout", self.url, "silence in the stream") from error
+            failed = _timed_out(self.url, self._watch, "silence in the stream")
+            self._result = failed.failure
+            raise failed from error
 
     async def read_all(self) -> bytes:
         """The whole body. Raises LegFailed."""
         chunks: list[bytes] = []
         try:
-            async with asyncio.timeout(self._whole_s):
+            async with asyncio.timeout(self._whole_s) as self._watch.scope:
                 while (chunk := await self._next()) is not None:
                     chunks.append(chunk)
         except TimeoutError as error:
-            self._result = "timeout"
-            raise LegFailed("timeout", self.url, "the whole answer") from error
+            failed = _timed_out(self.url, self._watch, "the whole answer")
+            self._result = failed.failure
+            raise failed from error
         return b"".join(chunks)
 
     async def close(self) -> None:
         """Gives the connection back if the answer was read to its end, else closes it."""
+        self._watching.close()
         try:
             await self._response.aclose()
         finally:
@@ -248,7 +270,15 @@ class DecodeStream:
             self._result = _result(self.status)
         else:
             self._any = True
+            self._watch.heard()
         return chunk
+
+
+def _timed_out(url: str, watch: Watch | None, what: str) -> LegFailed:
+    """A leg whose time is over: its own, or its engine's."""
+    if watch is not None and watch.hung:
+        return LegFailed("hung", url, f"{what}; it does not answer /health either")
+    return LegFailed("timeout", url, what)
 
 
 def _failed(url: str, error: httpx.HTTPError) -> LegFailed:

@@ -149,6 +149,12 @@ class GatewaySettings(BaseSettings):
         1.0, description="An engine that does not answer /health or /v1/models in time is down."
     )
 
+    engine_hang_s: Seconds = Field(
+        15.0,
+        description="An engine that says nothing for so long, to a leg or to /health, is taken for "
+        "hung: its legs are given up, and go elsewhere where they can.",
+    )
+
     # Logging
     log_format: Literal["json", "console"] = Field("json", description="Form of the log lines.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(

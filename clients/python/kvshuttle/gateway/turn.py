@@ -44,6 +44,8 @@ _UNPLACED_TRIES = 3
 # A request that ends two engines without a word is not given to a third.
 _MAX_DROPPED = 2
 
+_PREFILL_FAILURES = {"timeout": "PREFILL_TIMEOUT", "hung": "PREFILL_HUNG"}
+
 # Statuses that no client sees, for the log and the counter.
 STATUS_CLIENT_GONE = 499
 
@@ -257,7 +259,7 @@ class TurnRun:
                 request.headers,
             )
         except LegFailed as failed:
-            reason = "PREFILL_TIMEOUT" if failed.failure == "timeout" else "PREFILL_UNREACHABLE"
+            reason = _PREFILL_FAILURES.get(failed.failure, "PREFILL_UNREACHABLE")
             self._fall_back(reason, cause=str(failed))
             self._excluded.append(placement.worker.worker_id)
             self._failed_urls.append(url)
@@ -307,11 +309,12 @@ class TurnRun:
         """Notes an engine that did not answer. Raises ApiError if no other may be asked."""
         if failed.failure == "timeout":
             raise errors.engine_broke_off(504) from failed
-        if failed.failure == "dropped":
+        if failed.failure in ("dropped", "hung"):
             self._dropped += 1
             if self._dropped >= _MAX_DROPPED:
                 raise errors.engine_broke_off() from failed
-        self._fall_back("DECODE_UNREACHABLE", cause=str(failed))
+        reason = "DECODE_HUNG" if failed.failure == "hung" else "DECODE_UNREACHABLE"
+        self._fall_back(reason, cause=str(failed))
         self._failed_urls.append(failed.url)
         if worker_id:
             self._excluded.append(worker_id)
