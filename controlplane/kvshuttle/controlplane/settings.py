@@ -144,6 +144,12 @@ class Settings(BaseSettings):
         description="Shortest limit of the time for which a request waits for its grant; it is "
         "longer where computing is predicted to take longer",
     )
+    forward: Literal["pull", "push", "auto"] = Field(
+        _D.forward,
+        description="How a prompt's KV reaches decode: pull (decode reads when prefill has ended), "
+        "push (prefill writes layer by layer as it computes), or auto (push where the computation "
+        "is long enough to hide the transfer)",
+    )
     eager: bool = Field(
         _D.eager, description="Return what a turn leaves at once, not when the next turn comes"
     )
@@ -281,6 +287,7 @@ class Settings(BaseSettings):
             silence_ns=ns(self.silence),
             retention_ns=ns(self.retention),
             lookup_wait_ns=int(self.lookup_wait_ms * 1e6),
+            forward=self.forward,
             eager=self.eager,
             min_tokens=self.min_tokens,
             turn_timeout_ns=ns(self.turn_timeout),

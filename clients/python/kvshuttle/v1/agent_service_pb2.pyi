@@ -42,6 +42,8 @@ class _TransferOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Trans
     """It completed after the deadline, or the source no longer held: discarded."""
     TRANSFER_OUTCOME_REVOKED: _TransferOutcome.ValueType  # 5
     """The destination obeyed a revoke before anything was posted."""
+    TRANSFER_OUTCOME_WRITTEN: _TransferOutcome.ValueType  # 6
+    """From the source of a push: all of it is written, and the destination was told over NIXL."""
 
 class TransferOutcome(_TransferOutcome, metaclass=_TransferOutcomeEnumTypeWrapper):
     """How a destination's use of a lease ended."""
@@ -58,6 +60,8 @@ TRANSFER_OUTCOME_DISCARDED: TransferOutcome.ValueType  # 4
 """It completed after the deadline, or the source no longer held: discarded."""
 TRANSFER_OUTCOME_REVOKED: TransferOutcome.ValueType  # 5
 """The destination obeyed a revoke before anything was posted."""
+TRANSFER_OUTCOME_WRITTEN: TransferOutcome.ValueType  # 6
+"""From the source of a push: all of it is written, and the destination was told over NIXL."""
 Global___TransferOutcome: _TypeAlias = TransferOutcome  # noqa: Y015
 
 @_typing.final
@@ -122,6 +126,7 @@ class AgentHello(_message.Message):
     AGENT_VERSION_FIELD_NUMBER: _builtins.int
     CLOCK_FIELD_NUMBER: _builtins.int
     NIXL_BACKEND_FIELD_NUMBER: _builtins.int
+    PUSH_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The operator's name. Must equal the certificate's where there is one."""
     boot_id: _builtins.str
@@ -150,6 +155,8 @@ class AgentHello(_message.Message):
     """Opaque clock reading, as in AgentHeartbeat."""
     nixl_backend: _builtins.str
     """NIXL backend, for example UCX."""
+    push: _builtins.bool
+    """Whether this agent can write into another's landing zone and offer one of its own."""
     @_builtins.property
     def fingerprint(self) -> _containers.RepeatedCompositeFieldContainer[_cluster_service_pb2.FingerprintField]:
         """What must be equal for two workers' KV to be the same bytes."""
@@ -187,10 +194,11 @@ class AgentHello(_message.Message):
         agent_version: _builtins.str = ...,
         clock: _builtins.int = ...,
         nixl_backend: _builtins.str = ...,
+        push: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "block_size", b"block_size", "boot_id", b"boot_id", "bytes_per_block", b"bytes_per_block", "clock", b"clock", "fingerprint", b"fingerprint", "highest_epoch", b"highest_epoch", "leases", b"leases", "lineage_id", b"lineage_id", "nixl_backend", b"nixl_backend", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "ranks", b"ranks", "replicas", b"replicas", "role", b"role", "url", b"url", "vllm_version", b"vllm_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "block_size", b"block_size", "boot_id", b"boot_id", "bytes_per_block", b"bytes_per_block", "clock", b"clock", "fingerprint", b"fingerprint", "highest_epoch", b"highest_epoch", "leases", b"leases", "lineage_id", b"lineage_id", "nixl_backend", b"nixl_backend", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "push", b"push", "ranks", b"ranks", "replicas", b"replicas", "role", b"role", "url", b"url", "vllm_version", b"vllm_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -282,6 +290,7 @@ class AgentLease(_message.Message):
     EPOCH_FIELD_NUMBER: _builtins.int
     REMAINING_FIELD_NUMBER: _builtins.int
     TRANSFERRING_FIELD_NUMBER: _builtins.int
+    WRITER_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Which."""
     version: _builtins.int
@@ -296,6 +305,12 @@ class AgentLease(_message.Message):
     def remaining(self) -> _duration_pb2.Duration:
         """How much longer this agent counts it as alive."""
 
+    @_builtins.property
+    def writer(self) -> _types_pb2.WorkerRef:
+        """Of a push, at its destination: who was to write. The landing zone is held as long as the lease
+        is listed.
+        """
+
     def __init__(
         self,
         *,
@@ -305,10 +320,11 @@ class AgentLease(_message.Message):
         epoch: _builtins.int = ...,
         remaining: _duration_pb2.Duration | None = ...,
         transferring: _builtins.bool = ...,
+        writer: _types_pb2.WorkerRef | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["remaining", b"remaining"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["remaining", b"remaining", "writer", b"writer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "is_source", b"is_source", "lease_id", b"lease_id", "remaining", b"remaining", "transferring", b"transferring", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["epoch", b"epoch", "is_source", b"is_source", "lease_id", b"lease_id", "remaining", b"remaining", "transferring", b"transferring", "version", b"version", "writer", b"writer"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -572,7 +588,9 @@ Global___ReplicaChanged: _TypeAlias = ReplicaChanged  # noqa: Y015
 
 @_typing.final
 class LeaseHardened(_message.Message):
-    """The source's answer to a Harden."""
+    """The source's answer to a Harden; or, of a push, the destination's offer of its landing zone, which
+    it holds until the writer is known to have stopped.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -749,7 +767,9 @@ Global___LeaseActive: _TypeAlias = LeaseActive  # noqa: Y015
 
 @_typing.final
 class LeaseStopped(_message.Message):
-    """The destination has stopped."""
+    """The destination has stopped: it reads no more, or waits no more for a push. From the source of a
+    push: it writes no more and nothing that it posted is in flight.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -757,12 +777,15 @@ class LeaseStopped(_message.Message):
     OUTCOME_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     STATS_FIELD_NUMBER: _builtins.int
+    IS_SOURCE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Which lease."""
     outcome: Global___TransferOutcome.ValueType
     """How."""
     reason: _builtins.str
     """Why, in the style of ErrorInfo reasons; empty when published."""
+    is_source: _builtins.bool
+    """True from the source of a push."""
     @_builtins.property
     def stats(self) -> _lease_service_pb2.TransferStats:
         """What was moved."""
@@ -774,10 +797,11 @@ class LeaseStopped(_message.Message):
         outcome: Global___TransferOutcome.ValueType = ...,
         reason: _builtins.str = ...,
         stats: _lease_service_pb2.TransferStats | None = ...,
+        is_source: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["stats", b"stats"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "outcome", b"outcome", "reason", b"reason", "stats", b"stats"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_source", b"is_source", "lease_id", b"lease_id", "outcome", b"outcome", "reason", b"reason", "stats", b"stats"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1029,6 +1053,8 @@ class AgentCommand(_message.Message):
     DRAIN_FIELD_NUMBER: _builtins.int
     FENCED_FIELD_NUMBER: _builtins.int
     EXTEND_LEASES_FIELD_NUMBER: _builtins.int
+    LANDING_GRANTED_FIELD_NUMBER: _builtins.int
+    WRITER_STOPPED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def expect_turn(self) -> Global___ExpectTurn:
         """A turn is coming."""
@@ -1085,6 +1111,14 @@ class AgentCommand(_message.Message):
     def extend_leases(self) -> Global___ExtendLeases:
         """To either side: count many leases longer."""
 
+    @_builtins.property
+    def landing_granted(self) -> Global___LandingGranted:
+        """To the destination of a push: its landing zone was granted to the writer."""
+
+    @_builtins.property
+    def writer_stopped(self) -> Global___WriterStopped:
+        """To the destination of a push: nobody writes under it."""
+
     def __init__(
         self,
         *,
@@ -1102,12 +1136,14 @@ class AgentCommand(_message.Message):
         drain: Global___Drain | None = ...,
         fenced: Global___Fenced | None = ...,
         extend_leases: Global___ExtendLeases | None = ...,
+        landing_granted: Global___LandingGranted | None = ...,
+        writer_stopped: Global___WriterStopped | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "expect_turn", b"expect_turn", "extend", b"extend", "extend_leases", b"extend_leases", "fenced", b"fenced", "forget_turn", b"forget_turn", "grant", b"grant", "harden", b"harden", "peer", b"peer", "peer_fenced", b"peer_fenced", "reader_stopped", b"reader_stopped", "release_replica", b"release_replica", "retain_replica", b"retain_replica", "revoke", b"revoke"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "expect_turn", b"expect_turn", "extend", b"extend", "extend_leases", b"extend_leases", "fenced", b"fenced", "forget_turn", b"forget_turn", "grant", b"grant", "harden", b"harden", "landing_granted", b"landing_granted", "peer", b"peer", "peer_fenced", b"peer_fenced", "reader_stopped", b"reader_stopped", "release_replica", b"release_replica", "retain_replica", b"retain_replica", "revoke", b"revoke", "writer_stopped", b"writer_stopped"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "expect_turn", b"expect_turn", "extend", b"extend", "extend_leases", b"extend_leases", "fenced", b"fenced", "forget_turn", b"forget_turn", "grant", b"grant", "harden", b"harden", "peer", b"peer", "peer_fenced", b"peer_fenced", "reader_stopped", b"reader_stopped", "release_replica", b"release_replica", "retain_replica", b"retain_replica", "revoke", b"revoke"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["command", b"command", "drain", b"drain", "expect_turn", b"expect_turn", "extend", b"extend", "extend_leases", b"extend_leases", "fenced", b"fenced", "forget_turn", b"forget_turn", "grant", b"grant", "harden", b"harden", "landing_granted", b"landing_granted", "peer", b"peer", "peer_fenced", b"peer_fenced", "reader_stopped", b"reader_stopped", "release_replica", b"release_replica", "retain_replica", b"retain_replica", "revoke", b"revoke", "writer_stopped", b"writer_stopped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["expect_turn", "forget_turn", "harden", "grant", "extend", "revoke", "reader_stopped", "release_replica", "retain_replica", "peer", "peer_fenced", "drain", "fenced", "extend_leases"]  # noqa: Y015
+    _WhichOneofReturnType_command: _TypeAlias = _typing.Literal["expect_turn", "forget_turn", "harden", "grant", "extend", "revoke", "reader_stopped", "release_replica", "retain_replica", "peer", "peer_fenced", "drain", "fenced", "extend_leases", "landing_granted", "writer_stopped"]  # noqa: Y015
     _WhichOneofArgType_command: _TypeAlias = _typing.Literal["command", b"command"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_command) -> _WhichOneofReturnType_command | None: ...
 
@@ -1130,6 +1166,7 @@ class ExpectTurn(_message.Message):
     RETENTION_FIELD_NUMBER: _builtins.int
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     REPLICA_BLOCKS_FIELD_NUMBER: _builtins.int
+    PUSH_FIELD_NUMBER: _builtins.int
     turn_token: _builtins.str
     """Names the turn."""
     tenant: _builtins.str
@@ -1160,6 +1197,10 @@ class ExpectTurn(_message.Message):
     def retention(self) -> _duration_pb2.Duration:
         """How long to hold what this leg leaves behind; 0: do not hold."""
 
+    @_builtins.property
+    def push(self) -> Global___PushPlan:
+        """The turn's forward KV may be pushed under this lease. Empty: it is read, or does not move."""
+
     def __init__(
         self,
         *,
@@ -1174,14 +1215,63 @@ class ExpectTurn(_message.Message):
         retention: _duration_pb2.Duration | None = ...,
         min_tokens: _builtins.int = ...,
         replica_blocks: _builtins.int = ...,
+        push: Global___PushPlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lookup_wait", b"lookup_wait", "retention", b"retention"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lookup_wait", b"lookup_wait", "push", b"push", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_follows", b"lease_follows", "lease_id", b"lease_id", "leg", b"leg", "lookup_wait", b"lookup_wait", "min_tokens", b"min_tokens", "replica_blocks", b"replica_blocks", "retention", b"retention", "session_id", b"session_id", "tenant", b"tenant", "turn", b"turn", "turn_token", b"turn_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_follows", b"lease_follows", "lease_id", b"lease_id", "leg", b"leg", "lookup_wait", b"lookup_wait", "min_tokens", b"min_tokens", "push", b"push", "replica_blocks", b"replica_blocks", "retention", b"retention", "session_id", b"session_id", "tenant", b"tenant", "turn", b"turn", "turn_token", b"turn_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ExpectTurn: _TypeAlias = ExpectTurn  # noqa: Y015
+
+@_typing.final
+class PushPlan(_message.Message):
+    """A push that is planned: the decode leg's agent offers its landing zone (LeaseHardened) when vLLM
+    has allocated it, and the prefill leg's agent is then granted to write there.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    PEER_FIELD_NUMBER: _builtins.int
+    TTL_FIELD_NUMBER: _builtins.int
+    LEASE_EPOCH_FIELD_NUMBER: _builtins.int
+    LEASE_SEQ_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """Which lease."""
+    version: _builtins.int
+    """The version that the offer answers to."""
+    lease_epoch: _builtins.int
+    """As in Harden."""
+    lease_seq: _builtins.int
+    """As in Harden."""
+    @_builtins.property
+    def peer(self) -> _types_pb2.WorkerRef:
+        """The other leg's worker."""
+
+    @_builtins.property
+    def ttl(self) -> _duration_pb2.Duration:
+        """How long a landing zone is waited for, counted from its offer."""
+
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        peer: _types_pb2.WorkerRef | None = ...,
+        ttl: _duration_pb2.Duration | None = ...,
+        lease_epoch: _builtins.int = ...,
+        lease_seq: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["peer", b"peer", "ttl", b"ttl"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "lease_seq", b"lease_seq", "peer", b"peer", "ttl", b"ttl", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PushPlan: _TypeAlias = PushPlan  # noqa: Y015
 
 @_typing.final
 class ForgetTurn(_message.Message):
@@ -1283,7 +1373,7 @@ Global___Harden: _TypeAlias = Harden  # noqa: Y015
 
 @_typing.final
 class Grant(_message.Message):
-    """You may read, once."""
+    """You may read, once; or, with `push`, write."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1300,6 +1390,9 @@ class Grant(_message.Message):
     SESSION_ID_FIELD_NUMBER: _builtins.int
     LEASE_EPOCH_FIELD_NUMBER: _builtins.int
     LEASE_SEQ_FIELD_NUMBER: _builtins.int
+    PUSH_FIELD_NUMBER: _builtins.int
+    DESTINATION_FIELD_NUMBER: _builtins.int
+    LANDING_VERSION_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Which lease."""
     version: _builtins.int
@@ -1322,6 +1415,12 @@ class Grant(_message.Message):
     """As in Harden."""
     lease_seq: _builtins.int
     """As in Harden."""
+    push: _builtins.bool
+    """To the source: write the prompt's KV of the turn into `blocks`, which lie in `destination`'s
+    pool, as the prompt is computed; say when all of it is written, over NIXL.
+    """
+    landing_version: _builtins.int
+    """The version that the landing zone was offered with: the notice over NIXL repeats it."""
     @_builtins.property
     def source(self) -> _types_pb2.WorkerRef:
         """Whose memory."""
@@ -1333,6 +1432,10 @@ class Grant(_message.Message):
     @_builtins.property
     def ttl(self) -> _duration_pb2.Duration:
         """The time to live, counted from `as_of`."""
+
+    @_builtins.property
+    def destination(self) -> _types_pb2.WorkerRef:
+        """Whose pool `blocks` name, where `push` is."""
 
     def __init__(
         self,
@@ -1350,10 +1453,13 @@ class Grant(_message.Message):
         session_id: _builtins.str = ...,
         lease_epoch: _builtins.int = ...,
         lease_seq: _builtins.int = ...,
+        push: _builtins.bool = ...,
+        destination: _types_pb2.WorkerRef | None = ...,
+        landing_version: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "source", b"source", "ttl", b"ttl"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "destination", b"destination", "source", b"source", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "blocks", b"blocks", "direction", b"direction", "eager", b"eager", "lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "lease_seq", b"lease_seq", "session_id", b"session_id", "source", b"source", "tenant", b"tenant", "ttl", b"ttl", "turn_token", b"turn_token", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "blocks", b"blocks", "destination", b"destination", "direction", b"direction", "eager", b"eager", "landing_version", b"landing_version", "lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "lease_seq", b"lease_seq", "push", b"push", "session_id", b"session_id", "source", b"source", "tenant", b"tenant", "ttl", b"ttl", "turn_token", b"turn_token", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1471,6 +1577,7 @@ class Revoke(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     REASON_FIELD_NUMBER: _builtins.int
     TURN_TOKEN_FIELD_NUMBER: _builtins.int
+    IS_SOURCE_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Which lease."""
     version: _builtins.int
@@ -1481,6 +1588,10 @@ class Revoke(_message.Message):
     """The turn whose leg hoped for this lease, so that its lookup stops waiting even where the lease
     was never granted.
     """
+    is_source: _builtins.bool
+    """To the source of a push: write no more, and say LeaseStopped when nothing is in flight, even
+    where the lease is not known.
+    """
     def __init__(
         self,
         *,
@@ -1488,10 +1599,11 @@ class Revoke(_message.Message):
         version: _builtins.int = ...,
         reason: _builtins.str = ...,
         turn_token: _builtins.str = ...,
+        is_source: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "reason", b"reason", "turn_token", b"turn_token", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_source", b"is_source", "lease_id", b"lease_id", "reason", b"reason", "turn_token", b"turn_token", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1522,6 +1634,70 @@ class ReaderStopped(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReaderStopped: _TypeAlias = ReaderStopped  # noqa: Y015
+
+@_typing.final
+class LandingGranted(_message.Message):
+    """A landing zone was granted to its writer: wait for it to the lease's deadline."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """Which lease."""
+    version: _builtins.int
+    """Grows with every command about it."""
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___LandingGranted: _TypeAlias = LandingGranted  # noqa: Y015
+
+@_typing.final
+class WriterStopped(_message.Message):
+    """Nobody writes under the lease of a push, now or later: the landing zone is safe to reuse. A
+    request that still waits for it computes, or reads where `pull_follows`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LEASE_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    PULL_FOLLOWS_FIELD_NUMBER: _builtins.int
+    lease_id: _builtins.str
+    """Which lease."""
+    version: _builtins.int
+    """Grows with every command about it."""
+    reason: _builtins.str
+    """Why."""
+    pull_follows: _builtins.bool
+    """Nothing was written: prefill's leg had ended before the landing zone was offered. A grant to
+    read comes instead.
+    """
+    def __init__(
+        self,
+        *,
+        lease_id: _builtins.str = ...,
+        version: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        pull_follows: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_id", b"lease_id", "pull_follows", b"pull_follows", "reason", b"reason", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WriterStopped: _TypeAlias = WriterStopped  # noqa: Y015
 
 @_typing.final
 class ReleaseReplica(_message.Message):

@@ -169,6 +169,7 @@ class WorkerCounters(_message.Message):
     LOCAL_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     FALLBACKS_FIELD_NUMBER: _builtins.int
     EAGER_TOKENS_FIELD_NUMBER: _builtins.int
+    PUSHED_TOKENS_FIELD_NUMBER: _builtins.int
     transfers_completed: _builtins.int
     """Transfers read by this worker that were published."""
     forward_bytes: _builtins.int
@@ -187,6 +188,8 @@ class WorkerCounters(_message.Message):
     """Those of `returned_tokens` that were brought ahead of any request. A leg that uses them counts
     them again, as found in the cache.
     """
+    pushed_tokens: _builtins.int
+    """Those of `forward_tokens` that were pushed to it."""
     @_builtins.property
     def fallbacks(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """How often a leg recomputed although a transfer was hoped for, by reason."""
@@ -203,10 +206,11 @@ class WorkerCounters(_message.Message):
         local_hit_tokens: _builtins.int = ...,
         fallbacks: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
         eager_tokens: _builtins.int = ...,
+        pushed_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "eager_tokens", b"eager_tokens", "fallbacks", b"fallbacks", "forward_bytes", b"forward_bytes", "forward_tokens", b"forward_tokens", "local_hit_tokens", b"local_hit_tokens", "return_bytes", b"return_bytes", "returned_tokens", b"returned_tokens", "transfers_completed", b"transfers_completed"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["computed_tokens", b"computed_tokens", "eager_tokens", b"eager_tokens", "fallbacks", b"fallbacks", "forward_bytes", b"forward_bytes", "forward_tokens", b"forward_tokens", "local_hit_tokens", b"local_hit_tokens", "pushed_tokens", b"pushed_tokens", "return_bytes", b"return_bytes", "returned_tokens", b"returned_tokens", "transfers_completed", b"transfers_completed"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -235,6 +239,7 @@ class Worker(_message.Message):
     NIXL_BACKEND_FIELD_NUMBER: _builtins.int
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
+    PUSH_FIELD_NUMBER: _builtins.int
     role: _types_pb2.WorkerRole.ValueType
     """What it is used for."""
     state: Global___WorkerState.ValueType
@@ -259,6 +264,8 @@ class Worker(_message.Message):
     """Whether its prefix cache is on."""
     num_ranks: _builtins.int
     """Tensor-parallel ranks; 0 as for `nixl_backend`."""
+    push: _builtins.bool
+    """Whether its agent can push and be pushed to."""
     @_builtins.property
     def ref(self) -> _types_pb2.WorkerRef:
         """The operator's name and the boot."""
@@ -303,10 +310,11 @@ class Worker(_message.Message):
         nixl_backend: _builtins.str = ...,
         prefix_caching: _builtins.bool = ...,
         num_ranks: _builtins.int = ...,
+        push: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "heartbeat_time", b"heartbeat_time", "pool", b"pool", "ref", b"ref", "register_time", b"register_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "counters", b"counters", "fingerprint", b"fingerprint", "heartbeat_time", b"heartbeat_time", "nixl_backend", b"nixl_backend", "num_ranks", b"num_ranks", "pool", b"pool", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefix_caching", b"prefix_caching", "ref", b"ref", "register_time", b"register_time", "role", b"role", "state", b"state", "url", b"url", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "counters", b"counters", "fingerprint", b"fingerprint", "heartbeat_time", b"heartbeat_time", "nixl_backend", b"nixl_backend", "num_ranks", b"num_ranks", "pool", b"pool", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefix_caching", b"prefix_caching", "push", b"push", "ref", b"ref", "register_time", b"register_time", "role", b"role", "state", b"state", "url", b"url", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

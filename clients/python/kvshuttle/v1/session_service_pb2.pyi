@@ -203,6 +203,8 @@ class Plan(_message.Message):
     REUSABLE_TOKENS_FIELD_NUMBER: _builtins.int
     PREDICTED_RECOMPUTE_FIELD_NUMBER: _builtins.int
     PREDICTED_TRANSFER_FIELD_NUMBER: _builtins.int
+    FORWARD_MODE_FIELD_NUMBER: _builtins.int
+    FORWARD_REASON_FIELD_NUMBER: _builtins.int
     return_mode: Global___ReturnMode.ValueType
     """How the KV of earlier turns reaches prefill."""
     reason: _builtins.str
@@ -213,6 +215,12 @@ class Plan(_message.Message):
     """
     reusable_tokens: _builtins.int
     """Tokens that could be reused: the length of the source's replica."""
+    forward_mode: _types_pb2.ForwardMode.ValueType
+    """How the KV of this turn's prompt reaches decode. PUSH: start both legs together."""
+    forward_reason: _builtins.str
+    """One word that explains `forward_mode`: CONFIGURED, OVERLAP_PAYS, TOO_SHORT_TO_OVERLAP,
+    PROMPT_UNKNOWN, NOT_ABLE, DESTINATION_FULL, SAME_WORKER.
+    """
     @_builtins.property
     def predicted_recompute(self) -> _duration_pb2.Duration:
         """Predicted time to compute them again."""
@@ -229,10 +237,12 @@ class Plan(_message.Message):
         reusable_tokens: _builtins.int = ...,
         predicted_recompute: _duration_pb2.Duration | None = ...,
         predicted_transfer: _duration_pb2.Duration | None = ...,
+        forward_mode: _types_pb2.ForwardMode.ValueType = ...,
+        forward_reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["predicted_recompute", b"predicted_recompute", "predicted_transfer", b"predicted_transfer"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["predicted_recompute", b"predicted_recompute", "predicted_transfer", b"predicted_transfer", "reason", b"reason", "return_mode", b"return_mode", "reusable_tokens", b"reusable_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_mode", b"forward_mode", "forward_reason", b"forward_reason", "predicted_recompute", b"predicted_recompute", "predicted_transfer", b"predicted_transfer", "reason", b"reason", "return_mode", b"return_mode", "reusable_tokens", b"reusable_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -44,6 +44,34 @@ DIRECTION_RETURN: Direction.ValueType  # 2
 """Decode to prefill: the KV of the turns before, so that prefill computes new tokens only."""
 Global___Direction: _TypeAlias = Direction  # noqa: Y015
 
+class _ForwardMode:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ForwardModeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ForwardMode.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FORWARD_MODE_UNSPECIFIED: _ForwardMode.ValueType  # 0
+    """No word on it: decode reads, as with PULL."""
+    FORWARD_MODE_PULL: _ForwardMode.ValueType  # 1
+    """Decode reads when prefill's leg has ended; the legs run one after the other."""
+    FORWARD_MODE_PUSH: _ForwardMode.ValueType  # 2
+    """Prefill writes each layer into decode's blocks as its forward pass fills them; both legs are
+    to be started together.
+    """
+
+class ForwardMode(_ForwardMode, metaclass=_ForwardModeEnumTypeWrapper):
+    """Which side moves the KV of the turn that is running from prefill to decode."""
+
+FORWARD_MODE_UNSPECIFIED: ForwardMode.ValueType  # 0
+"""No word on it: decode reads, as with PULL."""
+FORWARD_MODE_PULL: ForwardMode.ValueType  # 1
+"""Decode reads when prefill's leg has ended; the legs run one after the other."""
+FORWARD_MODE_PUSH: ForwardMode.ValueType  # 2
+"""Prefill writes each layer into decode's blocks as its forward pass fills them; both legs are
+to be started together.
+"""
+Global___ForwardMode: _TypeAlias = ForwardMode  # noqa: Y015
+
 class _WorkerRole:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015

@@ -30,12 +30,26 @@ __all__ = [
     "ForgetTurn",
     "Grant",
     "Harden",
+    "LandingGranted",
     "PeerFenced",
+    "PushPlan",
     "ReaderStopped",
     "ReleaseReplica",
     "RetainReplica",
     "Revoke",
+    "WriterStopped",
 ]
+
+
+class PushPlan(Struct, frozen=True, gc=False):
+    """The turn's forward KV may be pushed under this lease; `peer` runs the other leg."""
+
+    lease_id: str
+    version: int
+    peer: WorkerRef
+    ttl_ns: int
+    epoch: int
+    seq: int
 
 
 class ExpectTurn(Struct, frozen=True, gc=False):
@@ -51,6 +65,7 @@ class ExpectTurn(Struct, frozen=True, gc=False):
     retention_ns: int
     min_tokens: int
     replica_blocks: int = 0
+    push: PushPlan | None = None
 
 
 class ForgetTurn(Struct, frozen=True, gc=False):
@@ -91,6 +106,9 @@ class Grant(Struct, frozen=True, gc=False):
     eager_for: SessionKey | None = None
     epoch: int = 0
     seq: int = 0
+    # Of a push, which is granted to the source: where it writes, and the offer that it answers to.
+    push_to: WorkerRef | None = None
+    landing_version: int = 0
 
 
 class Extend(Struct, frozen=True, gc=False):
@@ -125,6 +143,24 @@ class Revoke(Struct, frozen=True, gc=False):
     version: int
     reason: str
     turn_token: str
+    # To the source of a push, which is to say so even where it does not know the lease.
+    is_source: bool = False
+
+
+class LandingGranted(Struct, frozen=True, gc=False):
+    """To the destination of a push: the writer may write."""
+
+    lease_id: str
+    version: int
+
+
+class WriterStopped(Struct, frozen=True, gc=False):
+    """To the destination of a push: nobody writes under this lease, now or later."""
+
+    lease_id: str
+    version: int
+    reason: str
+    pull_follows: bool = False
 
 
 class ReaderStopped(Struct, frozen=True, gc=False):
@@ -183,6 +219,8 @@ Command = (
     | Extend
     | ExtendLeases
     | Revoke
+    | LandingGranted
+    | WriterStopped
     | ReaderStopped
     | ReleaseReplica
     | RetainReplica

@@ -7,6 +7,10 @@ An open lease that was granted is never ended by asking: the destination is told
 and the lease ends when it has said so, or at its deadline. Only `reader_stopped` lets the source's
 hold go early, and only these set it: the destination's LeaseStopped, an inventory of the
 destination that lacks the lease, a fence, or that it was never granted at all.
+
+A push turns this round. The destination offers its blocks as landing zone and holds them; the
+source is granted to write there, and `reader_stopped` says that it writes no more, which only the
+source, its inventory or a fence can say. No deadline does.
 """
 
 from __future__ import annotations
@@ -86,6 +90,17 @@ class Lease(Struct, frozen=True, array_like=True, gc=False):
     reader_stopped: bool = False
     renewal: Renewal | None = None
     requests: tuple[str, ...] = ()
+    push: bool = False
+
+    @property
+    def mover(self) -> WorkerRef:
+        """The boot that is granted the right: it reads, or writes where this is a push."""
+        return self.source if self.push else self.destination
+
+    @property
+    def keeper(self) -> WorkerRef:
+        """The boot whose memory is held until the mover has stopped."""
+        return self.destination if self.push else self.source
 
     @property
     def open(self) -> bool:
@@ -156,6 +171,10 @@ class Lease(Struct, frozen=True, array_like=True, gc=False):
     def with_reader_stopped(self) -> Lease:
         """Nobody reads any more; the source may be told (with the new version)."""
         return replace(self, reader_stopped=True, version=self.version + 1)
+
+    def with_replica(self, head_hash: bytes) -> Lease:
+        """The source of a push has offered what its leg left: it is let go with the lease."""
+        return replace(self, ask_head=head_hash)
 
     def with_stats(self, stats: TransferStats) -> Lease:
         """What was moved, reported after the lease had ended in the books."""

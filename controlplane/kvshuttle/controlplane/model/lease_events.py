@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvshuttle.controlplane.model import admission
+from kvshuttle.controlplane.model import admission, push_events
 from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.commands import (
     Extend,
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DESTINATION_LOST",
     "SOURCE_FENCED",
+    "SOURCE_LOST",
     "active",
     "admit",
     "due",
@@ -58,6 +59,9 @@ __all__ = [
 
 SOURCE_FENCED = "SOURCE_FENCED"
 """Why a lease was stopped whose source was attested dead."""
+
+SOURCE_LOST = "SOURCE_LOST"
+"""Why a lease ended whose source's stream is gone."""
 
 DESTINATION_LOST = "DESTINATION_LOST"
 """Why a lease ended in the books whose destination's stream is gone: it may read on."""
@@ -150,26 +154,31 @@ def make(
 
 def hardened(w: Work, ref: WorkerRef, lease_id: str, version: int, blocks: Descriptors) -> None:
     """The source holds the range: grant, but only within the guard of having asked (its hold may
-    end sooner than the destination would believe), in the same epoch, and to a live boot."""
+    end sooner than the destination would believe), in the same epoch, and to a live boot. Of a
+    push, the destination holds its landing zone, for as long as it takes: no guard."""
     lease = w.state.leases.get(lease_id)
-    if lease is None or lease.source != ref or lease.state is not LeaseState.PENDING:
+    if lease is not None and lease.push and lease.reader_stopped and lease.keeper == ref:
+        # A landing zone for a lease that is over: nobody was granted it.
+        push_events.tell_landing(w, lease, pull_follows=lease.end_reason == push_events.PULLED)
+        return
+    if lease is None or lease.keeper != ref or lease.state is not LeaseState.PENDING:
         return  # ended meanwhile: its end has released the source, or a deadline will
     if version != lease.version:
         return
     if lease.epoch != w.state.epoch:
         fail(w, lease, "STALE_EPOCH")
         return
-    if w.now_ns - lease.create_ns > w.limits.guard_ns:
+    if not lease.push and w.now_ns - lease.create_ns > w.limits.guard_ns:
         fail(w, lease, "HARDENED_TOO_LATE")
         return
-    destination = w.worker(lease.destination)
-    if destination is None or not destination.connected:
-        fail(w, lease, DESTINATION_LOST)
+    destination, mover = w.worker(lease.destination), w.worker(lease.mover)
+    if destination is None or mover is None or not mover.connected:
+        fail(w, lease, SOURCE_LOST if lease.push else DESTINATION_LOST)
         return
     if blocks.range.length <= 0:
         fail(w, lease, "REPLICA_GONE")
         return
-    if not (
+    if not lease.push and not (
         lease.ask_range.start <= blocks.range.start and blocks.range.end <= lease.ask_range.end
     ):
         fail(w, lease, "WRONG_RANGE")
@@ -177,24 +186,27 @@ def hardened(w: Work, ref: WorkerRef, lease_id: str, version: int, blocks: Descr
     if admission.quarantine_full(w.limits, destination):
         fail(w, lease, "DESTINATION_QUARANTINE")
         return
-    lease = lease.granted(blocks.range, blocks.head_hash, w.now_ns)
-    w.put_lease(lease)
-    w.command(
-        lease.destination,
-        Grant(
-            lease_id,
-            lease.version,
-            lease.turn_token,
-            lease.direction,
-            lease.source,
-            blocks,
-            lease.ttl_ns,
-            destination.clock,
-            lease.key if lease.eager else None,
-            lease.epoch,
-            lease.seq,
-        ),
-    )
+    if lease.push:
+        push_events.grant(w, lease, blocks, version)
+    else:
+        lease = lease.granted(blocks.range, blocks.head_hash, w.now_ns)
+        w.put_lease(lease)
+        w.command(
+            lease.destination,
+            Grant(
+                lease_id,
+                lease.version,
+                lease.turn_token,
+                lease.direction,
+                lease.source,
+                blocks,
+                lease.ttl_ns,
+                destination.clock,
+                lease.key if lease.eager else None,
+                lease.epoch,
+                lease.seq,
+            ),
+        )
     w.fact(
         "lease_granted",
         lease_id=lease_id,
@@ -205,17 +217,20 @@ def hardened(w: Work, ref: WorkerRef, lease_id: str, version: int, blocks: Descr
 
 
 def reader_is_stopped(w: Work, lease: Lease) -> None:
-    """Nobody reads under this lease any more, and the source may know it. Only for a lease that
-    has ended in the books."""
+    """Nobody reads (or writes) under this lease any more, and who holds memory for it may know.
+    Only for a lease that has ended in the books."""
     if lease.reader_stopped:
         return
     lease = lease.with_reader_stopped()
     w.put_lease(lease)
-    w.command(lease.source, ReaderStopped(lease.lease_id, lease.version))
+    if lease.push:
+        push_events.tell_landing(w, lease)
+    else:
+        w.command(lease.source, ReaderStopped(lease.lease_id, lease.version))
 
 
 def reader_gone(w: Work, lease: Lease, state: LeaseState, reason: str) -> None:
-    """The destination is known not to read: fenced, or back without knowing of the lease."""
+    """The mover is known not to move: fenced, or back without knowing of the lease."""
     if lease.open:
         lease = lease.ended(state, reason, w.now_ns)
         w.put_lease(lease)
@@ -238,15 +253,19 @@ def _revoke(lease: Lease, reason: str) -> Revoke:
 
 
 def stop(w: Work, lease: Lease, final: LeaseState, reason: str) -> None:
-    """Stops an open lease. A pending one ends at once. A granted one ends when its destination
-    has said so, or at its deadline: asking proves nothing about a reader."""
+    """Stops an open lease. A pending one ends at once. A granted one ends when its mover has said
+    so, or at its deadline: asking proves nothing about a reader, or a writer."""
     if lease.state is LeaseState.PENDING:
         lease = _end(w, lease, final, reason)
-        w.command(lease.destination, _revoke(lease, reason))
+        if not lease.push:  # its destination was told with the end
+            w.command(lease.destination, _revoke(lease, reason))
     elif lease.stop is None:
         lease = lease.stopping(final, reason)
         w.put_lease(lease)
-        w.command(lease.destination, _revoke(lease, reason))
+        if lease.push:
+            push_events.stop_writer(w, lease, reason)
+        else:
+            w.command(lease.destination, _revoke(lease, reason))
 
 
 def fail(w: Work, lease: Lease, reason: str) -> None:
@@ -259,7 +278,12 @@ def refused(w: Work, ref: WorkerRef, lease_id: str, reason: str) -> None:
     lease = w.state.leases.get(lease_id)
     if lease is None or not lease.open:
         return
-    if ref == lease.source:
+    if lease.push and push_events.refused(w, ref, lease, reason):
+        return
+    if lease.push and ref == lease.source:
+        # It says that it has not written and will not.
+        reader_is_stopped(w, _end(w, lease, LeaseState.FAILED, reason))
+    elif lease.push or ref == lease.source:
         fail(w, lease, reason)
     elif ref == lease.destination:
         # It says that it has not read and will not.
@@ -271,7 +295,7 @@ def active(w: Work, ref: WorkerRef, lease_id: str) -> None:
     """The destination posted its transfer. Not stored: it changes nothing that a restart would
     have to know."""
     lease = w.state.leases.get(lease_id)
-    if lease is not None and lease.destination == ref and lease.state is LeaseState.GRANTED:
+    if lease is not None and lease.mover == ref and lease.state is LeaseState.GRANTED:
         w.put_lease(lease.active(), durable=False)
 
 
@@ -290,7 +314,7 @@ def _final(lease: Lease, report: StopReport) -> tuple[LeaseState, str]:
             return LeaseState.REVOKED, report.reason or "REVOKED"
         case TransferOutcome.DISCARDED:
             return LeaseState.FAILED, report.reason or "DISCARDED"
-        case TransferOutcome.FAILED:
+        case _:
             return LeaseState.FAILED, report.reason or "TRANSFER_FAILED"
 
 
@@ -298,7 +322,14 @@ def stopped(w: Work, ref: WorkerRef, lease_id: str, report: StopReport) -> None:
     """The destination will not touch the source's memory under this lease any more: the one
     ordinary way for the source's hold to end before its deadline."""
     lease = w.state.leases.get(lease_id)
-    if lease is None or lease.destination != ref:
+    if lease is None:
+        if report.is_source:
+            push_events.orphan_answered(w, ref, lease_id)
+        return
+    if lease.push:
+        push_events.stopped(w, ref, lease, report)
+        return
+    if lease.destination != ref:
         return
     if lease.open:
         state, reason = _final(lease, report)
@@ -334,7 +365,7 @@ def source_released(w: Work, ref: WorkerRef, lease_id: str, reason: str) -> None
     """The source let the range go. By READER_STOPPED that is expected; by its deadline the
     destination's has passed before."""
     lease = w.state.leases.get(lease_id)
-    if lease is None or lease.source != ref:
+    if lease is None or lease.source != ref or lease.push:
         return
     if not lease.open:
         w.state.ledger.source_released(lease)
@@ -429,7 +460,8 @@ def due(w: Work, lease_id: str) -> None:
     if lease is None or not lease.open:
         return
     if lease.state is LeaseState.PENDING:
-        if w.now_ns - lease.create_ns >= w.limits.guard_ns:
+        # A push waits for its landing zone for as long as its turn runs.
+        if not lease.push and w.now_ns - lease.create_ns >= w.limits.guard_ns:
             fail(w, lease, "HARDEN_TIMEOUT")
     elif w.now_ns >= lease.deadline_ns:
         # The destination counts from an earlier reading, so its own deadline has passed; but it
@@ -438,10 +470,21 @@ def due(w: Work, lease_id: str) -> None:
             _end(w, lease, lease.stop.final, lease.stop.reason)
         else:
             _end(w, lease, LeaseState.EXPIRED, "DEADLINE")
+        lease = w.state.leases[lease_id]
+        if lease.push and not lease.reader_stopped:
+            # No deadline lets its landing zone go: only its writer's word does.
+            push_events.stop_writer(w, lease, lease.end_reason)
 
 
 def forget(w: Work, lease_id: str) -> None:
     """An ended lease was listed for long enough."""
     lease = w.state.leases.get(lease_id)
-    if lease is not None and not lease.open:
-        w.drop_lease(lease)
+    if lease is None or lease.open:
+        return
+    if lease.push and not lease.reader_stopped:
+        # Somebody holds a landing zone for it: its writer stays known, so that it can be fenced.
+        w.state.agenda.add(
+            w.now_ns + w.limits.ended_lease_kept_ns, Due.LEASE_FORGET, lease.lease_id
+        )
+        return
+    w.drop_lease(lease)

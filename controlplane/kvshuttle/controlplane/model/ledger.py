@@ -145,7 +145,8 @@ class Ledger:
     def _weight(self, lease: Lease | None) -> tuple[int, int, int]:
         """Blocks held; of them, those about to come free; and the deadline of one that is granted
         and not read, else 0."""
-        if lease is None or lease.lease_id in self.released:
+        if lease is None or lease.push or lease.lease_id in self.released:
+            # A push holds nothing at its source but what its request has anyway.
             return 0, 0, 0
         if not lease.open and lease.reader_stopped:
             return 0, 0, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import Literal
 
 __all__ = ["MS", "SECOND", "Budget", "Limits", "TenantLimits"]
 
@@ -182,6 +183,15 @@ class Limits:
     """How long an ended session stays listed."""
     ended_turns_kept: int = 4
     """Ended turns that a session remembers, so that a late retry finds its turn."""
+    forward: Literal["pull", "push", "auto"] = "pull"
+    """Which side moves a running turn's KV forward; auto: `forwarding` decides."""
+    push_min_compute_ns: int = 100 * MS
+    """auto: what prefill must be predicted to compute for a push. Below it there is little to hide
+    a transfer behind, and decode's landing zone, which takes two messages and a step of decode's
+    engine, may come too late anyway."""
+    push_free_share: float = 0.25
+    """auto: share of decode's pool that must be free: a landing zone is taken for the whole of the
+    computation, and must not make others wait."""
     eager: bool = True
     """Whether what a turn leaves is returned at once."""
     eager_leases_per_worker: int = 8

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvshuttle.controlplane.model import lease_events, turn_events
+from kvshuttle.controlplane.model import lease_events, push_events, turn_events
 from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.commands import PeerFenced, ReaderStopped, Revoke
 from kvshuttle.controlplane.model.errors import SupersededError
@@ -22,14 +22,14 @@ from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH, State
 from kvshuttle.controlplane.model.terms import LeaseState
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Collection, Iterator
 
     from kvshuttle.controlplane.model.lease import Lease
     from kvshuttle.controlplane.model.limits import Limits
     from kvshuttle.controlplane.model.reports import Hello, LeaseReport
     from kvshuttle.controlplane.model.session import Session
     from kvshuttle.controlplane.model.state import Snapshot
-    from kvshuttle.controlplane.model.terms import SessionKey
+    from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef
     from kvshuttle.controlplane.model.work import Work
     from kvshuttle.controlplane.model.worker import Worker
 
@@ -177,10 +177,14 @@ def superseded(w: Work, before: Worker) -> None:
     for lease in w.leases_of(before.ref.worker_id):
         if not lease.open:
             continue
-        if lease.source == before.ref:
+        if lease.source == before.ref and lease.push and lease.state is not LeaseState.PENDING:
+            # writer-restarted
+            push_events.source_lost(w, lease, "SOURCE_RESTARTED")
+        elif lease.source == before.ref:
             # source-restarted
             lease_events.fail(w, lease, "SOURCE_RESTARTED")
-        elif lease.state is LeaseState.PENDING:
+        elif lease.push or lease.state is LeaseState.PENDING:
+            # destination-restarted, and a writer is asked to stop
             lease_events.fail(w, lease, "DESTINATION_RESTARTED")
         else:
             # destination-restarted
@@ -195,10 +199,15 @@ def reconcile(w: Work, worker: Worker, reports: tuple[LeaseReport, ...]) -> None
     ref = worker.ref
     holds = {report.lease_id: report for report in reports if report.is_source}
     reads = {report.lease_id: report for report in reports if not report.is_source}
+    push_events.writer_lacks(w, ref, holds)
     for lease in w.leases_of(ref.worker_id):
         if lease.renewal is not None:
             # Its Extend, or the answer, may have been lost with the old stream.
-            w.put_lease(lease.renewal_over(), durable=False)
+            lease = lease.renewal_over()  # noqa: PLW2901
+            w.put_lease(lease, durable=False)
+        if lease.push:
+            _push_lacks(w, lease, ref, holds, reads)
+            continue
         if lease.source == ref and lease.lease_id not in holds:
             _source_lacks(w, w.state.leases[lease.lease_id])
         if lease.destination == ref and lease.lease_id not in reads:
@@ -206,7 +215,49 @@ def reconcile(w: Work, worker: Worker, reports: tuple[LeaseReport, ...]) -> None
     for report in holds.values():
         _source_has(w, worker, report)
     for report in reads.values():
-        _destination_has(w, worker, report)
+        if report.writer is not None or _is_push(w, report):
+            _landing_has(w, worker, report)
+        else:
+            _destination_has(w, worker, report)
+
+
+def _is_push(w: Work, report: LeaseReport) -> bool:
+    lease = w.state.leases.get(report.lease_id)
+    return lease is not None and lease.push
+
+
+def _push_lacks(
+    w: Work,
+    lease: Lease,
+    ref: WorkerRef,
+    writes: Collection[str],
+    lands: Collection[str],
+) -> None:
+    if lease.state is LeaseState.PENDING:
+        # push-pending: its offer, or its grant, may still come on the new stream.
+        return
+    if lease.source == ref and lease.lease_id not in writes:
+        # writer-lacks, ended-writer-lacks: it does not write, and what would let it was dropped.
+        lease_events.reader_gone(w, lease, LeaseState.FAILED, "RECONNECTED")
+    elif lease.destination == ref and lease.lease_id not in lands and lease.open:
+        # landing-gone: published or given up, and its word on that was lost.
+        lease_events.fail(w, lease, "DESTINATION_RECONNECTED")
+
+
+def _landing_has(w: Work, worker: Worker, report: LeaseReport) -> None:
+    lease = w.state.leases.get(report.lease_id)
+    if lease is not None and lease.push and lease.state is LeaseState.PENDING:
+        # landing-pending: its offer may have been lost with the old stream, and nothing was
+        # granted in this term; what an older term granted, its writer's inventory or word says.
+        lease_events.fail(w, lease, "DESTINATION_RECONNECTED")
+    elif push_events.landing_known(w, worker.ref, report):
+        # landing-goes-on, landing-over, landing-unknown
+        if lease is not None:
+            _known(w, w.state.leases[report.lease_id], report)
+    else:
+        # landing-stopping
+        version = max(lease.version if lease else 0, report.version) + 1
+        w.command(worker.ref, Revoke(report.lease_id, version, "REVOKED", ""))
 
 
 def _source_lacks(w: Work, lease: Lease) -> None:
@@ -223,8 +274,17 @@ def _source_lacks(w: Work, lease: Lease) -> None:
 
 def _source_has(w: Work, worker: Worker, report: LeaseReport) -> None:
     lease = w.state.leases.get(report.lease_id)
+    if lease is not None and lease.push and lease.source == worker.ref:
+        if not lease.open or lease.stop is not None:
+            # writer-over: it is to stop, and to say so.
+            reason = lease.stop.reason if lease.stop else lease.end_reason
+            push_events.stop_writer(w, lease.at_version(report.version + 1), reason)
+        else:
+            _known(w, lease, report)
+        return
     if lease is None or lease.source != worker.ref:
-        return  # source-unknown: it keeps the range to its own deadline
+        # source-unknown: it keeps the range to its own deadline, or writes to it at most
+        return
     if lease.state is LeaseState.PENDING:
         # source-pending
         lease_events.fail(w, lease, "SOURCE_RECONNECTED")

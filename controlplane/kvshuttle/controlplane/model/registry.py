@@ -216,7 +216,7 @@ class Registry:
         over = (
             x
             for x in map(leases.peek, leases.ended)
-            if x.reader_stopped or x.deadline_ns <= w.now_ns
+            if x.reader_stopped or (not x.push and x.deadline_ns <= w.now_ns)
         )
         for lease in list(islice(over, excess)):
             w.drop_lease(lease)

@@ -4,10 +4,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvshuttle.controlplane.model import eager_events, lease_events, retention_events
+from kvshuttle.controlplane.model import (
+    eager_events,
+    lease_events,
+    push_events,
+    retention_events,
+)
 from kvshuttle.controlplane.model.commands import ReleaseReplica, Revoke
 from kvshuttle.controlplane.model.replica import Replica
-from kvshuttle.controlplane.model.terms import Direction, Leg, ReplicaState, WorkerRef
+from kvshuttle.controlplane.model.terms import (
+    Direction,
+    LeaseState,
+    Leg,
+    ReplicaState,
+    WorkerRef,
+)
 
 if TYPE_CHECKING:
     from kvshuttle.controlplane.model.lease import Lease
@@ -75,8 +86,17 @@ def _forward(w: Work, key: SessionKey, turn: Turn, replica: Replica) -> None:
     if destination is None or not destination.connected:
         w.command(replica.worker, ReleaseReplica(key, replica.head_hash))
         return
+    if turn.token in w.state.push_declined:
+        w.command(replica.worker, ReleaseReplica(key, replica.head_hash))
+        return
     for lease_id in w.state.leases_of_turn.get((key, turn.number), ()):
-        if w.state.leases[lease_id].direction is Direction.FORWARD:
+        lease = w.state.leases[lease_id]
+        if lease.push and lease.state is LeaseState.PENDING:
+            push_events.pull_instead(w, lease)
+        elif lease.push:
+            push_events.replica_offered(w, lease, replica.head_hash)
+            return
+        elif lease.direction is Direction.FORWARD:
             return  # one a turn: the children of n > 1 compute
     source = w.worker(replica.worker)
     assert source is not None  # it has just offered the replica
@@ -92,8 +112,8 @@ def _forward(w: Work, key: SessionKey, turn: Turn, replica: Replica) -> None:
 def release_after_forward(w: Work, lease: Lease) -> None:
     """Decode has what it needs of prefill's replica, or never will: prefill need not hold it.
     Its blocks stay readable in its cache until they are reused."""
-    if lease.direction is not Direction.FORWARD:
-        return
+    if lease.direction is not Direction.FORWARD or not lease.ask_head:
+        return  # a push as a rule leaves no replica at its source
     replica = w.state.replicas.find(lease.key, lease.source.worker_id, lease.ask_head)
     if replica is not None and replica.worker == lease.source:
         w.command(lease.source, ReleaseReplica(lease.key, lease.ask_head))

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         SessionKey,
         TransferOutcome,
         TransferStats,
+        WorkerRef,
         WorkerRole,
     )
 
@@ -58,6 +59,7 @@ class Counters(Struct, frozen=True, gc=False):
     computed_tokens: int = 0
     local_hit_tokens: int = 0
     eager_tokens: int = 0
+    pushed_tokens: int = 0
     fallbacks: tuple[tuple[str, int], ...] = ()
 
 
@@ -81,6 +83,8 @@ class LeaseReport(Struct, frozen=True, gc=False):
     version: int
     is_source: bool
     transferring: bool = False
+    # Of a landing zone: who was to write.
+    writer: WorkerRef | None = None
 
 
 class Hello(Struct, frozen=True, gc=False):
@@ -103,6 +107,7 @@ class Hello(Struct, frozen=True, gc=False):
     vllm_version: str = ""
     agent_version: str = ""
     nixl_backend: str = ""
+    push: bool = False
     replicas: tuple[ReplicaReport, ...] = ()
     leases: tuple[LeaseReport, ...] = ()
 
@@ -129,6 +134,7 @@ class StopReport(Struct, frozen=True, gc=False):
     outcome: TransferOutcome
     reason: str
     stats: TransferStats
+    is_source: bool = False
 
 
 class LegReport(Struct, frozen=True, gc=False):

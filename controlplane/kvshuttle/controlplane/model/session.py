@@ -11,6 +11,7 @@ from kvshuttle.controlplane.model.errors import IllegalTransitionError
 from kvshuttle.controlplane.model.gaps import NO_GAPS, Absence, noted
 from kvshuttle.controlplane.model.requests import remember
 from kvshuttle.controlplane.model.terms import (
+    ForwardMode,
     Hints,
     ReturnMode,
     SessionKey,
@@ -34,13 +35,16 @@ class Placement(Struct, frozen=True, array_like=True, gc=False):
 
 
 class Plan(Struct, frozen=True, array_like=True, gc=False):
-    """How the KV of earlier turns reaches prefill, and why; `reason` is one word."""
+    """How the KV of earlier turns reaches prefill, and that of this one decode, and why; each
+    reason is one word."""
 
     return_mode: ReturnMode
     reason: str
     reusable_tokens: int = 0
     predicted_recompute_ns: int = 0
     predicted_transfer_ns: int = 0
+    forward_mode: ForwardMode = ForwardMode.PULL
+    forward_reason: str = ""
 
 
 class Usage(Struct, frozen=True, array_like=True, gc=False):

@@ -105,6 +105,10 @@ class State:
     eager_waiting: dict[str, dict[SessionKey, tuple[int, bytes]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
+    # Turns whose decode leg has said that it takes no push: nothing of theirs is read either.
+    push_declined: set[str] = field(default_factory=set)
+    # Landing zones under leases that are not in the books: (writer, who holds it), by lease.
+    orphans: dict[str, tuple[WorkerRef, WorkerRef]] = field(default_factory=dict)
     # Until when a worker that was told to let replicas go is given time to show it.
     relieved_ns: dict[str, int] = field(default_factory=dict)
     # Extensions under way, by number, oldest first.

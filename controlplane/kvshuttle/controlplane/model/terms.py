@@ -14,6 +14,7 @@ from msgspec import Struct
 __all__ = [
     "BlockRange",
     "Direction",
+    "ForwardMode",
     "Hints",
     "LeaseState",
     "Leg",
@@ -64,6 +65,13 @@ class Direction(IntEnum):
 
     FORWARD = 1
     RETURN = 2
+
+
+class ForwardMode(IntEnum):
+    """Which side moves a running turn's KV from prefill to decode."""
+
+    PULL = 1
+    PUSH = 2
 
 
 class WorkerRole(IntEnum):
@@ -172,6 +180,7 @@ class TransferOutcome(IntEnum):
     FAILED = 3
     DISCARDED = 4
     REVOKED = 5
+    WRITTEN = 6
 
 
 class Hints(Struct, frozen=True, array_like=True, gc=False):

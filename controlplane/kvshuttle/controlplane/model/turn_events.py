@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, field
 from msgspec.structs import replace
 
+from kvshuttle.controlplane import forwarding
 from kvshuttle.controlplane.model import (
     admission,
     eager_events,
     lease_events,
+    push_events,
     retention_events,
 )
 from kvshuttle.controlplane.model.agenda import Due
@@ -23,6 +25,7 @@ from kvshuttle.controlplane.model.errors import NotFoundError, NoWorkerError, Se
 from kvshuttle.controlplane.model.session import Placement, Plan, Session, Turn
 from kvshuttle.controlplane.model.terms import (
     Direction,
+    ForwardMode,
     Hints,
     LeaseState,
     Leg,
@@ -35,6 +38,7 @@ from kvshuttle.controlplane.model.terms import (
 )
 
 if TYPE_CHECKING:
+    from kvshuttle.controlplane.model.lease import Lease
     from kvshuttle.controlplane.model.reports import LegReport
     from kvshuttle.controlplane.model.session import Usage
     from kvshuttle.controlplane.model.work import Work
@@ -104,6 +108,9 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
         )
         if why_not:
             plan = replace(plan, return_mode=ReturnMode.NONE, reason=why_not)
+    plan = forwarding.with_forward(
+        w.limits, w.planner, plan, prefill, choice.decode, ask.prompt_tokens
+    )
     turn = Turn(
         number=session.turn_count + 1,
         token=ask.token,
@@ -129,6 +136,9 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
             w, ask.key, turn.number, turn.token, Direction.RETURN, choice.replica, prefill
         )
         lease_id = lease.lease_id
+    push = None
+    if plan.forward_mode is ForwardMode.PUSH:
+        push = push_events.make(w, ask.key, turn)
     if prefill is not None:
         returned = plan.return_mode in (ReturnMode.LAZY, ReturnMode.EAGER)
         expect(
@@ -139,6 +149,7 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
             lease_id=lease_id,
             replica_blocks=choice.replica.num_blocks if choice.replica and returned else 0,
             spares_ns=plan.predicted_recompute_ns,
+            push=push,
         )
     # Nothing is loaded for a prompt that is known to be shorter than that.
     short = 0 < ask.prompt_tokens < w.limits.min_tokens
@@ -151,6 +162,7 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
         spares_ns=w.planner.recompute_ns(
             choice.decode.ref.worker_id, max(ask.prompt_tokens, plan.reusable_tokens)
         ),
+        push=push,
     )
     w.fact(
         "turn_begun",
@@ -163,6 +175,8 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
         reason=plan.reason,
         reusable_tokens=plan.reusable_tokens,
         lease_id=lease_id,
+        forward_mode=plan.forward_mode.name,
+        forward_reason=plan.forward_reason,
     )
     return turn
 
@@ -176,6 +190,7 @@ def expect(
     follows: bool = False,
     replica_blocks: int = 0,
     spares_ns: int = 0,
+    push: Lease | None = None,
 ) -> None:
     """Tells a leg's agent what it may read. `spares_ns` is what computing it would take: waiting
     longer than that for it cannot pay."""
@@ -199,6 +214,7 @@ def expect(
             ),
             min_tokens=w.limits.min_tokens,
             replica_blocks=replica_blocks,
+            push=push_events.plan_for(push, placement.worker),
         ),
     )
 
@@ -218,9 +234,12 @@ def expect_again(w: Work, worker_id: str) -> None:
                 continue
             if w.worker(placement.worker) is None:
                 continue  # the turn was placed on an older boot
-            lease = next((i for i in leases if i.destination == placement.worker), None)
+            lease = next(
+                (i for i in leases if i.destination == placement.worker and not i.push), None
+            )
             follows = leg is Leg.DECODE and turn.prefill is not None and lease is None
-            expect(w, key, turn, leg, lease.lease_id if lease else "", follows)
+            push = push_events.open_of_turn(w, key, number)
+            expect(w, key, turn, leg, lease.lease_id if lease else "", follows, push=push)
 
 
 def end(
@@ -255,6 +274,7 @@ def end(
         w.gaps.away(key, session.absence(w.now_ns))
     if hints is not None:
         retention_events.retain(w, session)
+    w.state.push_declined.discard(turn.token)
     if w.state.turns.pop(turn.token, None) is not None:
         w.state.ledger.turns.add(key.tenant, -1)
     for leg, placement in ((Leg.PREFILL, turn.prefill), (Leg.DECODE, turn.decode)):

@@ -47,6 +47,7 @@ class Worker(Struct, frozen=True):
     vllm_version: str = ""
     agent_version: str = ""
     nixl_backend: str = ""
+    push: bool = False
     end_ns: int = 0
     requests: tuple[str, ...] = ()
     fenced_boots: tuple[str, ...] = ()
@@ -83,6 +84,7 @@ class Worker(Struct, frozen=True):
             vllm_version=hello.vllm_version,
             agent_version=hello.agent_version,
             nixl_backend=hello.nixl_backend,
+            push=hello.push,
             end_ns=0,
         )
 

@@ -8,6 +8,7 @@ from msgspec import Struct
 
 from kvshuttle.controlplane.model import (
     lease_events,
+    push_events,
     recovery,
     replica_events,
     retention_events,
@@ -201,8 +202,13 @@ def lost(w: Work, ref: WorkerRef, generation: int, reason: str) -> None:
     for lease in w.leases_of(ref.worker_id):
         if not lease.open:
             continue
-        if lease.source == ref:
-            lease_events.fail(w, lease, "SOURCE_LOST")
+        if lease.source == ref and lease.push and lease.state is not LeaseState.PENDING:
+            push_events.source_lost(w, lease, lease_events.SOURCE_LOST)
+        elif lease.source == ref:
+            lease_events.fail(w, lease, lease_events.SOURCE_LOST)
+        elif lease.push:
+            # Its landing zone stays until its writer has stopped, which is asked now.
+            lease_events.fail(w, lease, lease_events.DESTINATION_LOST)
         elif lease.state is LeaseState.PENDING:
             lease_events.fail(w, lease, lease_events.DESTINATION_LOST)
         else:
@@ -297,8 +303,12 @@ def _waited_for(w: Work, ref: WorkerRef) -> bool:
 def _dead(w: Work, ref: WorkerRef, attestation: str) -> None:
     """Whoever waits for a boot need not any more."""
     for lease in w.leases_of(ref.worker_id):
-        if lease.destination == ref:
-            lease_events.reader_gone(w, lease, LeaseState.REVOKED, "FENCED")
+        if lease.mover == ref:
+            reason = lease_events.SOURCE_FENCED if lease.push else "FENCED"
+            lease_events.reader_gone(w, lease, LeaseState.REVOKED, reason)
+        elif lease.push:
+            if lease.open:
+                lease_events.fail(w, lease, "DESTINATION_FENCED")
         elif lease.source == ref and lease.open:
             lease_events.fail(w, lease, lease_events.SOURCE_FENCED)
         elif lease.source == ref and lease.end_reason == lease_events.DESTINATION_LOST:

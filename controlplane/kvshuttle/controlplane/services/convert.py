@@ -83,6 +83,8 @@ def turn_out(turn: Turn) -> sessions.Turn:
             reusable_tokens=plan.reusable_tokens,
             predicted_recompute=duration(plan.predicted_recompute_ns),
             predicted_transfer=duration(plan.predicted_transfer_ns),
+            forward_mode=types.ForwardMode.ValueType(plan.forward_mode),
+            forward_reason=plan.forward_reason,
         ),
         begin_time=timestamp(turn.begin_ns),
         end_time=timestamp(turn.end_ns),
@@ -171,6 +173,7 @@ def lease_out(lease: Lease) -> leases.Lease:
         end_reason=lease.end_reason,
         stats=_stats(lease.stats) if lease.stats is not None else None,
         eager=lease.eager,
+        push=lease.push,
     )
 
 
@@ -206,6 +209,7 @@ def worker_out(worker: Worker, prefill_rate: float) -> cluster.Worker:
             computed_tokens=counters.computed_tokens,
             local_hit_tokens=counters.local_hit_tokens,
             eager_tokens=counters.eager_tokens,
+            pushed_tokens=counters.pushed_tokens,
             fallbacks=dict(counters.fallbacks),
         ),
         register_time=timestamp(worker.register_ns),
@@ -216,4 +220,5 @@ def worker_out(worker: Worker, prefill_rate: float) -> cluster.Worker:
         nixl_backend=worker.nixl_backend,
         prefix_caching=worker.prefix_caching,
         num_ranks=worker.num_ranks,
+        push=worker.push,
     )

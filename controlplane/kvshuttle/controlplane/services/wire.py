@@ -25,6 +25,7 @@ from kvshuttle.controlplane.model.terms import (
     SessionKey,
     TransferOutcome,
     TransferStats,
+    WorkerRef,
     WorkerRole,
 )
 from kvshuttle.controlplane.services.convert import duration, duration_ns, ref_out
@@ -110,9 +111,18 @@ def hello_in(message: pb.AgentHello) -> Hello:
         vllm_version=message.vllm_version,
         agent_version=message.agent_version,
         nixl_backend=message.nixl_backend,
+        push=message.push,
         replicas=tuple(_replica_in(replica) for replica in message.replicas),
         leases=tuple(
-            LeaseReport(lease.lease_id, lease.version, lease.is_source, lease.transferring)
+            LeaseReport(
+                lease.lease_id,
+                lease.version,
+                lease.is_source,
+                lease.transferring,
+                WorkerRef(lease.writer.worker_id, lease.writer.incarnation)
+                if lease.HasField("writer")
+                else None,
+            )
             for lease in message.leases
         ),
     )
@@ -146,6 +156,7 @@ def heartbeat_in(message: pb.AgentHeartbeat) -> Heartbeat:
             computed_tokens=counters.computed_tokens,
             local_hit_tokens=counters.local_hit_tokens,
             eager_tokens=counters.eager_tokens,
+            pushed_tokens=counters.pushed_tokens,
             fallbacks=tuple(
                 (_word(reason), count)
                 for reason, count in sorted(counters.fallbacks.items())[:FALLBACK_REASONS]
@@ -217,6 +228,7 @@ def apply_event(batch: AgentBatch, event: pb.AgentEvent) -> None:
                     TransferOutcome(stopped.outcome),
                     _word(stopped.reason),
                     _stats_in(stopped.stats),
+                    stopped.is_source,
                 ),
             )
         case "source_released":
@@ -246,6 +258,19 @@ def peer_out(peer: c.AnnouncePeer) -> pb.Peer:
     )
 
 
+def _push_out(push: c.PushPlan | None) -> pb.PushPlan | None:
+    if push is None:
+        return None
+    return pb.PushPlan(
+        lease_id=push.lease_id,
+        version=push.version,
+        peer=ref_out(push.peer),
+        ttl=duration(push.ttl_ns),
+        lease_epoch=push.epoch,
+        lease_seq=push.seq,
+    )
+
+
 def command_out(command: c.Command) -> pb.AgentCommand:
     """An order, as a message."""
     match command:
@@ -263,6 +288,7 @@ def command_out(command: c.Command) -> pb.AgentCommand:
                     retention=duration(command.retention_ns),
                     min_tokens=command.min_tokens,
                     replica_blocks=command.replica_blocks,
+                    push=_push_out(command.push),
                 )
             )
         case c.ForgetTurn(turn_token, leg):
@@ -301,6 +327,9 @@ def command_out(command: c.Command) -> pb.AgentCommand:
                     eager=command.eager_for is not None,
                     tenant=command.eager_for.tenant if command.eager_for else "",
                     session_id=command.eager_for.session_id if command.eager_for else "",
+                    push=command.push_to is not None,
+                    destination=ref_out(command.push_to) if command.push_to else None,
+                    landing_version=command.landing_version,
                 )
             )
         case c.Extend():
@@ -326,10 +355,24 @@ def command_out(command: c.Command) -> pb.AgentCommand:
                     is_source=command.is_source,
                 )
             )
-        case c.Revoke(lease_id, version, reason, turn_token):
+        case c.Revoke(lease_id, version, reason, turn_token, is_source):
             return pb.AgentCommand(
                 revoke=pb.Revoke(
-                    lease_id=lease_id, version=version, reason=reason, turn_token=turn_token
+                    lease_id=lease_id,
+                    version=version,
+                    reason=reason,
+                    turn_token=turn_token,
+                    is_source=is_source,
+                )
+            )
+        case c.LandingGranted(lease_id, version):
+            return pb.AgentCommand(
+                landing_granted=pb.LandingGranted(lease_id=lease_id, version=version)
+            )
+        case c.WriterStopped(lease_id, version, reason, pull_follows):
+            return pb.AgentCommand(
+                writer_stopped=pb.WriterStopped(
+                    lease_id=lease_id, version=version, reason=reason, pull_follows=pull_follows
                 )
             )
         case c.ReaderStopped(lease_id, version):

@@ -1,0 +1,313 @@
+"""Events about pushes: prefill writes into decode's landing zone while it computes.
+
+What differs from a lease that is read (`lease_events`): the destination's blocks are what is held,
+and the source is what must be known to have stopped before they are reused. So the destination's
+word ends the lease, and the source's word, its inventory or a fence lets the landing zone go; no
+deadline does.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvshuttle.controlplane.model.commands import (
+    Grant,
+    LandingGranted,
+    PushPlan,
+    Revoke,
+    WriterStopped,
+)
+from kvshuttle.controlplane.model.lease import Lease
+from kvshuttle.controlplane.model.terms import (
+    BlockRange,
+    Direction,
+    LeaseState,
+    TransferOutcome,
+    WorkerRef,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Collection
+
+    from kvshuttle.controlplane.model.reports import Descriptors, LeaseReport, StopReport
+    from kvshuttle.controlplane.model.session import Turn
+    from kvshuttle.controlplane.model.terms import SessionKey
+    from kvshuttle.controlplane.model.work import Work
+
+__all__ = [
+    "PULLED",
+    "declined",
+    "grant",
+    "landing_known",
+    "make",
+    "open_of_turn",
+    "orphan_answered",
+    "plan_for",
+    "pull_instead",
+    "refused",
+    "replica_offered",
+    "source_lost",
+    "stop_writer",
+    "stopped",
+    "tell_landing",
+    "writer_lacks",
+]
+
+PULLED = "PULLED_INSTEAD"
+"""Why a push ended whose landing zone was not offered before prefill's leg had ended."""
+
+
+def make(w: Work, key: SessionKey, turn: Turn) -> Lease:
+    """A new lease, PENDING until decode offers its landing zone. Nobody is told here: both agents
+    hear of it with their ExpectTurn."""
+    assert turn.prefill is not None
+    w.state.lease_seq += 1
+    lease = Lease(
+        lease_id=f"{w.state.lineage_id}-{w.state.epoch}-{w.state.lease_seq}",
+        seq=w.state.lease_seq,
+        key=key,
+        turn=turn.number,
+        turn_token=turn.token,
+        direction=Direction.FORWARD,
+        source=turn.prefill.worker,
+        destination=turn.decode.worker,
+        epoch=w.state.epoch,
+        ttl_ns=w.limits.lease_ttl_ns,
+        create_ns=w.now_ns,
+        ask_head=b"",
+        ask_range=BlockRange(0, 0),
+        push=True,
+    )
+    w.put_lease(lease)
+    w.fact(
+        "lease_made",
+        lease_id=lease.lease_id,
+        direction=lease.direction.name,
+        tenant=key.tenant,
+        session_id=key.session_id,
+        turn=turn.number,
+        source=lease.source.worker_id,
+        destination=lease.destination.worker_id,
+        blocks=0,
+    )
+    return lease
+
+
+def plan_for(lease: Lease | None, worker: WorkerRef) -> PushPlan | None:
+    """What a leg's agent is told of a push."""
+    if lease is None:
+        return None
+    peer = lease.destination if worker == lease.source else lease.source
+    return PushPlan(lease.lease_id, lease.version, peer, lease.ttl_ns, lease.epoch, lease.seq)
+
+
+def open_of_turn(w: Work, key: SessionKey, number: int) -> Lease | None:
+    """The turn's push, while it is open."""
+    for lease_id in w.state.leases_of_turn.get((key, number), ()):
+        lease = w.state.leases[lease_id]
+        if lease.push:
+            return lease
+    return None
+
+
+def grant(w: Work, lease: Lease, blocks: Descriptors, landing_version: int) -> None:
+    """Decode holds its landing zone: prefill may write there."""
+    source = w.worker(lease.source)
+    assert source is not None  # its caller has looked
+    lease = lease.granted(blocks.range, blocks.head_hash, w.now_ns)
+    w.put_lease(lease)
+    w.command(lease.destination, LandingGranted(lease.lease_id, lease.version))
+    w.command(
+        lease.source,
+        Grant(
+            lease.lease_id,
+            lease.version,
+            lease.turn_token,
+            lease.direction,
+            lease.source,
+            blocks,
+            lease.ttl_ns,
+            source.clock,
+            None,
+            lease.epoch,
+            lease.seq,
+            lease.destination,
+            landing_version,
+        ),
+    )
+
+
+def tell_landing(w: Work, lease: Lease, *, pull_follows: bool = False) -> None:
+    """The landing zone may be let go: nobody writes there."""
+    w.command(
+        lease.destination,
+        WriterStopped(lease.lease_id, lease.version, lease.end_reason, pull_follows),
+    )
+
+
+def stop_writer(w: Work, lease: Lease, reason: str) -> None:
+    """Tells the source to write no more, and to say when nothing is in flight."""
+    w.command(
+        lease.source,
+        Revoke(lease.lease_id, lease.version, reason, lease.turn_token, is_source=True),
+    )
+
+
+def declined(w: Work, lease: Lease) -> None:
+    """Decode takes no push for this turn, nor would it read: it has what it needs, or cannot."""
+    if lease.turn_token in w.state.turns:
+        w.state.push_declined.add(lease.turn_token)
+
+
+def pull_instead(w: Work, lease: Lease) -> None:
+    """Prefill's leg ended before decode had offered: nothing was granted, and decode reads."""
+    lease = lease.ended(LeaseState.REVOKED, PULLED, w.now_ns).with_reader_stopped()
+    w.put_lease(lease)
+    tell_landing(w, lease, pull_follows=True)
+
+
+def replica_offered(w: Work, lease: Lease, head_hash: bytes) -> None:
+    """Prefill's leg ended as its grant was on its way: it writes from what it holds, which goes
+    with the lease."""
+    w.put_lease(lease.with_replica(head_hash), durable=False)
+
+
+def source_lost(w: Work, lease: Lease, reason: str) -> None:
+    """A writer's stream is gone, or another boot has its place: decode computes. Whether it still
+    writes cannot be known, so the landing zone stays held."""
+    lease = lease.ended(LeaseState.FAILED, reason, w.now_ns)
+    w.put_lease(lease)
+    w.command(lease.destination, Revoke(lease.lease_id, lease.version, reason, lease.turn_token))
+
+
+def refused(w: Work, ref: WorkerRef, lease: Lease, reason: str) -> bool:
+    """Decode offers no landing zone. False where it is another thing that is refused."""
+    if ref != lease.destination or lease.state is not LeaseState.PENDING:
+        return False
+    declined(w, lease)
+    w.put_lease(lease.ended(LeaseState.REVOKED, reason, w.now_ns).with_reader_stopped())
+    return True
+
+
+def _final(lease: Lease, report: StopReport) -> tuple[LeaseState, str]:
+    asked = lease.stop
+    match report.outcome:
+        case TransferOutcome.PUBLISHED:
+            return LeaseState.COMPLETED, report.reason
+        case TransferOutcome.UNUSED | TransferOutcome.REVOKED:
+            if asked is not None:
+                return asked.final, asked.reason
+            return LeaseState.REVOKED, report.reason or "REVOKED"
+        case _:
+            if asked is not None:
+                return asked.final, asked.reason
+            return LeaseState.FAILED, report.reason or "TRANSFER_FAILED"
+
+
+def stopped(w: Work, ref: WorkerRef, lease: Lease, report: StopReport) -> None:
+    """One side has stopped. Decode's word says what came of it; prefill's lets the landing go."""
+    if report.is_source and ref == lease.source:
+        _writer_stopped(w, lease, report)
+    elif not report.is_source and ref == lease.destination:
+        _landing_stopped(w, lease, report)
+
+
+def _writer_stopped(w: Work, lease: Lease, report: StopReport) -> None:
+    if lease.reader_stopped:
+        return
+    if lease.open and report.outcome is TransferOutcome.WRITTEN:
+        # Decode has been told over NIXL, and says what it made of it.
+        w.put_lease(lease.with_reader_stopped())
+        return
+    if lease.open:
+        state, reason = _final(lease, report)
+        if lease.state is LeaseState.PENDING and state is LeaseState.COMPLETED:
+            state = LeaseState.FAILED
+        lease = lease.ended(state, reason, w.now_ns)
+    lease = lease.with_reader_stopped()
+    w.put_lease(lease)
+    tell_landing(w, lease)
+
+
+def _landing_stopped(w: Work, lease: Lease, report: StopReport) -> None:
+    published = report.outcome is TransferOutcome.PUBLISHED
+    if lease.open:
+        state, reason = _final(lease, report)
+        if lease.state is LeaseState.PENDING:
+            # Never granted, so nobody writes; and nothing can have been published.
+            state = LeaseState.REVOKED if state is not LeaseState.FAILED else state
+            reason = reason or "STOPPED_BEFORE_GRANT"
+            lease = lease.ended(state, reason, w.now_ns, report.stats).with_reader_stopped()
+            w.put_lease(lease)
+            declined(w, lease)
+            tell_landing(w, lease)
+            return
+        lease = lease.ended(state, reason, w.now_ns, report.stats)
+    elif lease.stats is None:
+        lease = lease.with_stats(report.stats)
+    else:
+        return
+    if published and not lease.reader_stopped:
+        # Its notice of having written all came before.
+        lease = lease.with_reader_stopped()
+    w.put_lease(lease)
+    w.fact(
+        "transfer",
+        lease_id=lease.lease_id,
+        direction=lease.direction.name,
+        outcome=report.outcome.name,
+        reason=report.reason,
+        stats=report.stats,
+    )
+    if lease.reader_stopped:
+        if not published:
+            tell_landing(w, lease)
+    else:
+        stop_writer(w, lease, lease.end_reason)
+
+
+# -- inventories ---------------------------------------------------------------------------------
+
+
+def writer_lacks(w: Work, ref: WorkerRef, writes: Collection[str]) -> None:
+    """A writer's inventory names what it may still write under: who holds a landing zone for
+    another lease of it may let go, books or no books."""
+    for lease_id, (writer, holder) in list(w.state.orphans.items()):
+        if writer == ref and lease_id not in writes:
+            del w.state.orphans[lease_id]
+            w.command(holder, WriterStopped(lease_id, 0, "RECONNECTED"))
+
+
+def landing_known(w: Work, ref: WorkerRef, report: LeaseReport) -> bool:
+    """A boot holds a landing zone under a lease that is over, or not in the books. True where that
+    was all that there is to say of it."""
+    lease = w.state.leases.get(report.lease_id)
+    if lease is not None and (not lease.push or lease.destination != ref):
+        return False
+    if lease is not None and lease.reader_stopped:
+        tell_landing(w, lease)
+        return True
+    if lease is not None and lease.open and lease.state is not LeaseState.PENDING:
+        return lease.stop is None
+    # It is not published any more; who was to write is asked whether it has stopped. The books may
+    # be behind, so what they say of a grant proves nothing.
+    reason = lease.end_reason if lease is not None else "UNKNOWN_LEASE"
+    version = max(lease.version if lease is not None else 0, report.version) + 1
+    writer = lease.source if lease is not None else report.writer
+    w.command(ref, Revoke(report.lease_id, version, reason or "REVOKED", ""))
+    if writer is None:
+        return True
+    if lease is None:
+        w.state.orphans[report.lease_id] = (writer, ref)
+    worker = w.worker(writer)
+    if worker is not None and worker.connected:
+        w.command(writer, Revoke(report.lease_id, version, reason or "REVOKED", "", is_source=True))
+    return True
+
+
+def orphan_answered(w: Work, ref: WorkerRef, lease_id: str) -> None:
+    """A writer says of a lease that is not in the books that it does not write under it."""
+    writer, holder = w.state.orphans.get(lease_id, (None, None))
+    if writer == ref and holder is not None:
+        del w.state.orphans[lease_id]
+        w.command(holder, WriterStopped(lease_id, 0, "UNKNOWN_LEASE"))
