@@ -16,6 +16,7 @@ MODEL = sorted((ROOT / "controlplane/kvshuttle/controlplane/model").glob("*.py")
 SOURCES = [
     *MODEL,
     ROOT / "controlplane/kvshuttle/controlplane/planner.py",
+    ROOT / "controlplane/kvshuttle/controlplane/forwarding.py",
     *(
         ROOT / "dataplane/kvshuttle/dataplane" / f"{name}.py"
         for name in ("destination", "eager", "source", "transfers", "scheduler")

@@ -40,8 +40,14 @@ class Pair(World):
 
     @property
     def push(self) -> Lease:
-        (found,) = [x for x in self.state.leases.values() if x.push]
-        return found
+        found: list[Lease] = [x for x in self.state.leases.values() if x.push]
+        assert len(found) == 1
+        return found[0]
+
+    @property
+    def at(self) -> tuple[LeaseState, str]:
+        """Where it stands, and why."""
+        return self.push.state, self.push.end_reason
 
     def land(self, version: int | None = None) -> None:
         lease = self.push
@@ -69,7 +75,8 @@ def test_both_legs_hear_of_the_push_and_the_grant_goes_to_the_writer() -> None:
         lease.lease_id, 1, world.d, world.limits.lease_ttl_ns, lease.epoch, lease.seq
     )
     assert at_decode.push.peer == world.p
-    assert not world.told(world.d, c.Harden) and not world.told(world.p, c.Harden)
+    assert not world.told(world.d, c.Harden)
+    assert not world.told(world.p, c.Harden)
     world.land()
     (granted,) = world.told(world.p, c.Grant)
     assert granted.push_to == world.d
@@ -84,16 +91,20 @@ def test_what_is_written_and_published_ends_well_and_nobody_is_asked_to_stop() -
     world = Pair()
     world.land()
     world.ends(world.p, TransferOutcome.WRITTEN, is_source=True)
-    assert world.push.state is LeaseState.GRANTED and world.push.reader_stopped
+    assert world.at == (LeaseState.GRANTED, "")
+    assert world.push.reader_stopped
     world.ends(world.d, PUBLISHED, is_source=False)
-    assert world.push.state is LeaseState.COMPLETED
-    assert not world.let_go() and not world.told(world.p, c.Revoke)
-    assert not world.state.unstopped["p"] and not world.state.unstopped["d"]
+    assert world.at == (LeaseState.COMPLETED, "")
+    assert not world.let_go()
+    assert not world.told(world.p, c.Revoke)
+    assert not world.state.unstopped["p"]
+    assert not world.state.unstopped["d"]
     # Decode's word may come first: what it published was told to it by the writer.
     other = Pair()
     other.land()
     other.ends(other.d, PUBLISHED, is_source=False)
-    assert other.push.state is LeaseState.COMPLETED and other.push.reader_stopped
+    assert other.push.state is LeaseState.COMPLETED
+    assert other.push.reader_stopped
     other.ends(other.p, TransferOutcome.WRITTEN, is_source=True)
     assert not other.let_go()
 
@@ -102,7 +113,8 @@ def test_a_landing_zone_that_is_given_up_goes_only_with_the_writers_word() -> No
     world = Pair()
     world.land()
     world.ends(world.d, FAILED, "LATE", is_source=False)
-    assert world.push.state is LeaseState.FAILED and not world.push.reader_stopped
+    assert world.push.state is LeaseState.FAILED
+    assert not world.push.reader_stopped
     (order,) = world.told(world.p, c.Revoke)
     assert order.is_source
     # Time alone lets nothing go, and what is waited for stays known.
@@ -120,7 +132,8 @@ def test_a_writer_that_fails_ends_the_lease_and_lets_the_landing_zone_go() -> No
     world.ends(world.p, FAILED, "PREEMPTED", is_source=True)
     assert (world.push.state, world.push.end_reason) == (LeaseState.FAILED, "PREEMPTED")
     (told,) = world.let_go()
-    assert told.reason == "PREEMPTED" and not told.pull_follows
+    assert told.reason == "PREEMPTED"
+    assert not told.pull_follows
     # Said again, or by the side that it is not: nothing happens.
     world.ends(world.p, FAILED, is_source=True)
     world.ends(world.p, PUBLISHED, is_source=False)
@@ -141,9 +154,9 @@ def test_the_deadline_ends_the_lease_and_lets_nothing_go() -> None:
 def test_a_pending_push_waits_as_long_as_its_turn() -> None:
     world = Pair()
     world.keep_alive(30)
-    assert world.push.state is LeaseState.PENDING
+    assert world.at == (LeaseState.PENDING, "")
     world.do(world.registry.end_turn(world.now, KEY, 1, TurnOutcome.CANCELLED))
-    assert world.push.state is LeaseState.REVOKED
+    assert world.at == (LeaseState.REVOKED, "TURN_ENDED")
     # It was never granted, so it may go at once; an offer that comes too late is told so too.
     assert len(world.let_go()) == 1
     world.land(1)
@@ -157,7 +170,8 @@ def test_the_end_of_a_turn_stops_the_writer() -> None:
     world.do(world.registry.end_turn(world.now, KEY, 1, TurnOutcome.CANCELLED))
     assert world.push.stop is not None
     (order,) = world.told(world.p, c.Revoke)
-    assert order.is_source and not world.told(world.d, c.Revoke)
+    assert order.is_source
+    assert not world.told(world.d, c.Revoke)
     world.ends(world.p, TransferOutcome.REVOKED, is_source=True)
     assert world.push.state is LeaseState.REVOKED
     assert len(world.let_go()) == 1
@@ -248,7 +262,8 @@ def test_decode_that_is_lost_stops_the_writer(granted: bool) -> None:
     if granted:
         assert world.push.open  # until the writer has said so
         world.ends(world.p, FAILED, is_source=True)
-    assert not world.push.open and world.push.reader_stopped
+    assert not world.push.open
+    assert world.push.reader_stopped
     world.sent.clear()
     # Back, with the landing zone: it may let go.
     report = LeaseReport(world.push.lease_id, 1, False, writer=world.p)
@@ -328,11 +343,13 @@ def test_a_worker_that_reconnects_hears_of_the_push_again() -> None:
     world.lose(world.p)  # ends the pending push
     world.connect("p", WorkerRole.PREFILL, push=True)
     (again,) = world.told(world.p, c.ExpectTurn)
-    assert again.push is None and again.lease_id == ""
+    assert again.push is None
+    assert again.lease_id == ""
     other = Pair()
     other.do(other.registry.hello(other.now, _hello_again(other)))
     (again,) = other.told(other.d, c.ExpectTurn)[-1:]
-    assert again.push is not None and again.push.lease_id == other.push.lease_id
+    assert again.push is not None
+    assert again.push.lease_id == other.push.lease_id
 
 
 def _hello_again(world: Pair) -> Any:
@@ -347,7 +364,8 @@ def test_each_step_survives_the_store() -> None:
     world.ends(world.p, TransferOutcome.WRITTEN, is_source=True)
     before = world.push
     world.start()
-    assert world.push.push and world.push.reader_stopped
+    assert world.push.push
+    assert world.push.reader_stopped
     assert world.push.range == before.range
 
 

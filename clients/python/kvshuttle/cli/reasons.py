@@ -26,6 +26,21 @@ def _fine(meaning: str, remedy: str = NOTHING) -> Reason:
     return Reason(meaning, remedy, fine=True)
 
 
+_FORWARD = {
+    "CONFIGURED": _fine("the control plane is set to this way (--forward)"),
+    "OVERLAP_PAYS": _fine("prefill computes for long enough to hide the transfer behind it"),
+    "TOO_SHORT_TO_OVERLAP": _fine("prefill computes too little to hide a transfer behind it"),
+    "PROMPT_UNKNOWN": _fine("the length of the prompt was not known when the turn began"),
+    "NOT_ABLE": Reason(
+        "one of the two agents cannot push, or cannot be pushed to",
+        "bring both engines' kvshuttle to one version",
+    ),
+    "DESTINATION_FULL": Reason(
+        "decode had too few free blocks, or too many in quarantine, for a landing zone",
+        "see kvshuttle workers; fence what is dead, or give decode more memory",
+    ),
+}
+
 _PLANS = {
     "CHEAPER_TO_MOVE": _fine("moving the KV was predicted faster than computing it again"),
     "CHEAPER_TO_RECOMPUTE": _fine(
@@ -155,6 +170,19 @@ _LEASES = {
         "it has a bug, or another version: use one version of kvshuttle everywhere",
     ),
     "STOPPED_BEFORE_GRANT": Reason("the destination stopped before it was granted", NOTHING),
+    "PULLED_INSTEAD": _fine(
+        "prefill's leg had ended before decode offered its landing zone, so decode read instead",
+        "nothing; where it happens often, decode's engine step is long, or prompts are too short "
+        "to be pushed: see --forward of the control plane",
+    ),
+    "DESTINATION_FENCED": Reason(
+        "the engine that was written to was attested dead",
+        "nothing, if it is; start it again",
+    ),
+    "DESTINATION_RECONNECTED": Reason(
+        "the engine that was written to came back without the lease, or its offer may be lost",
+        "see why its connection to the control plane was lost",
+    ),
     "SOURCE_LOST": Reason(
         "the source's connection to the control plane was lost",
         "see kvshuttle workers and the source's log",
@@ -314,7 +342,7 @@ _CALLS = {
     ),
 }
 
-REASONS: Final[dict[str, Reason]] = _CALLS | _LEASES | _LEGS | _BUDGETS | _PLANS
+REASONS: Final[dict[str, Reason]] = _CALLS | _LEASES | _LEGS | _BUDGETS | _FORWARD | _PLANS
 
 _UNKNOWN = Reason(
     "this program does not know the word",
