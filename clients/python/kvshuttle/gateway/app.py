@@ -21,8 +21,10 @@ from kvshuttle.gateway import errors, metrics
 from kvshuttle.gateway.auth import Authenticator
 from kvshuttle.gateway.control import ControlPlane
 from kvshuttle.gateway.engines import EngineDirectory
+from kvshuttle.gateway.hints import hints_of_headers
 from kvshuttle.gateway.identity import identify
 from kvshuttle.gateway.legs import PATHS, EngineHttp
+from kvshuttle.gateway.sessions import SessionEndpoints
 from kvshuttle.gateway.turn import STATUS_CLIENT_GONE, Services, TurnRequest, TurnRun
 from kvshuttle.v1 import session_service_pb2 as session
 
@@ -212,6 +214,7 @@ class CompletionEndpoint:
         settings = gateway.settings
         tenant = gateway.auth.tenant(headers.get("authorization"))
         policy = _return_policy(headers.get(RETURN_HEADER))
+        hints = hints_of_headers(headers)
         try:
             async with asyncio.timeout(settings.body_timeout_s):
                 raw = await _read_body(headers, receive, settings.max_body_bytes)
@@ -228,7 +231,7 @@ class CompletionEndpoint:
         if body.dropped_kv_params:
             gateway.metrics.dropped_kv_params.inc()
         identity = identify(tenant, headers, body)
-        return TurnRequest(tenant, identity, body, headers, policy, started)
+        return TurnRequest(tenant, identity, body, headers, policy, started, hints)
 
 
 def create_app(settings: GatewaySettings) -> Starlette:
@@ -250,6 +253,7 @@ def create_app(settings: GatewaySettings) -> Starlette:
             HttpRoute(
                 PATHS["completions"], CompletionEndpoint(gateway, "completions"), methods=["POST"]
             ),
+            *SessionEndpoints(gateway).routes(),
             HttpRoute("/v1/models", gateway.get_models),
             HttpRoute("/health", gateway.get_health),
             HttpRoute("/metrics", gateway.get_metrics),

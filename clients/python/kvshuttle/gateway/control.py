@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvshuttle.gateway.engines import EngineDirectory
     from kvshuttle.gateway.metrics import Metrics
     from kvshuttle.gateway.settings import GatewaySettings
+    from kvshuttle.v1 import types_pb2 as types
 
 log = structlog.get_logger(__name__)
 
@@ -100,6 +101,11 @@ class ControlPlane:
         self._state: State = "unknown"
         self._last_reason = ""
         self._answered_at: float | None = None
+
+    @property
+    def client(self) -> AsyncClient:
+        """For what is no part of a turn."""
+        return self._client
 
     def start(self) -> None:
         """Starts reading the list of workers, now and then at its interval."""
@@ -197,9 +203,11 @@ class ControlPlane:
         begun: BegunTurn,
         outcome: session.TurnOutcome.ValueType,
         usage: session.TurnUsage | None,
+        *,
+        hints: types.SessionHints | None = None,
     ) -> None:
         """Ends a turn in the background, with retries."""
-        task = asyncio.create_task(self._end(begun, outcome, usage), name="end-turn")
+        task = asyncio.create_task(self._end(begun, outcome, usage, hints), name="end-turn")
         self._ends.add(task)
         self._metrics.end_turns_pending.set(len(self._ends))
         task.add_done_callback(self._ended)
@@ -213,6 +221,7 @@ class ControlPlane:
         begun: BegunTurn,
         outcome: session.TurnOutcome.ValueType,
         usage: session.TurnUsage | None,
+        hints: types.SessionHints | None,
     ) -> None:
         try:
             answer = await begun.call
@@ -232,6 +241,7 @@ class ControlPlane:
                     outcome,
                     turn_token=answer.turn_token,
                     usage=usage,
+                    hints=hints,
                     request_id=request_id,
                     tenant=begun.tenant,
                     timeout=self._settings.end_turn_timeout_s,

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from kvshuttle.gateway.legs import DecodeStream, EngineHttp, PrefillAnswer
     from kvshuttle.gateway.metrics import Metrics
     from kvshuttle.gateway.settings import GatewaySettings
+    from kvshuttle.v1 import types_pb2 as types
 
 log = structlog.get_logger(__name__)
 
@@ -101,6 +102,8 @@ class TurnRequest:
     headers: Mapping[str, str]
     return_policy: session.ReturnPolicy.ValueType
     started: float
+    # Told at the turn's end: what is expected of the time after it counts from there.
+    hints: types.SessionHints | None = None
 
 
 class _PrefillRefused(Exception):  # noqa: N818 - an answer for the client, not a defect
@@ -452,7 +455,9 @@ class TurnRun:
         if self._begun is None:
             return
         self.services.metrics.turns.labels(_OUTCOMES[outcome], self._mode()).inc()
-        self.services.control.end(self._begun, outcome, self._usage.message())
+        self.services.control.end(
+            self._begun, outcome, self._usage.message(), hints=self.request.hints
+        )
         self._begun = None
         self._turn = None
 
