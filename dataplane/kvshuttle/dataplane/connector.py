@@ -16,7 +16,7 @@ import torch
 
 from kvshuttle.dataplane.clock import boottime_ns
 from kvshuttle.dataplane.config import AgentConfig
-from kvshuttle.dataplane.faults import Faults
+from kvshuttle.dataplane.faults import Faults, LeakyHolds
 from kvshuttle.dataplane.handshake import RankHandshake
 from kvshuttle.dataplane.link import ControlLink
 from kvshuttle.dataplane.log import get_logger
@@ -172,6 +172,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._link = ControlLink(
             self._config, [x.endpoint for x in handshakes], self._hello, self._probe.wake
         )
+        faults = Faults.from_config(self._extra)
         self._agent = SchedulerAgent(
             self._pool,
             self._link,
@@ -179,6 +180,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             block_size=self._block_size,
             worker_id=self._config.worker_id,
             counts=self._probe.request_counts,
+            holds=LeakyHolds(self._pool, faults) if faults != Faults() else None,
         )
         self._pool.before_reset(self._let_go)
         self._link.start(self._agent)

@@ -8,18 +8,19 @@ from __future__ import annotations
 import ctypes
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvshuttle.dataplane.holds import BlockStore, Hold, HoldTable
 from kvshuttle.dataplane.log import get_logger
 
 if TYPE_CHECKING:
     from kvshuttle.dataplane.messages import Read
     from kvshuttle.dataplane.transport import LocalRegion
 
-__all__ = ["Faults"]
+__all__ = ["Faults", "LeakyHolds"]
 
 _log = get_logger("faults")
 
@@ -37,8 +38,16 @@ class Faults:
     stall_reads: bool = False
     """Every read stays in flight for ever, as seen by the mover."""
 
+    keep_hold: str = ""
+    """Holds of this kind (`HoldKind`) are not let go: whoever ends one goes on as if it were."""
+
+    lose_references: str = ""
+    """Holds of this kind end, but one reference to each of their blocks stays: nothing counts it
+    any more, and the blocks are missing from the pool."""
+
     file: str = ""
-    """JSON file with any of the others, read anew for every read while it exists."""
+    """JSON file with any of the others, read anew for every read while it exists, and whenever a
+    hold ends."""
 
     @classmethod
     def from_config(cls, extra: Mapping[str, Any]) -> Faults:
@@ -80,3 +89,33 @@ class Faults:
             if region.memory_type == "DRAM":
                 # 0x3f3f is 0.75 in bfloat16: a plausible value, in the wrong place.
                 ctypes.memset(region.base + block * region.block_bytes, 0x3F, region.block_bytes)
+
+
+class LeakyHolds(HoldTable):
+    """The table of holds with the two defects that leak blocks, for as long as they are planted;
+    what has leaked is given back with the first hold that ends after. Scheduler thread only."""
+
+    def __init__(self, store: BlockStore, faults: Faults) -> None:
+        super().__init__(store)
+        self._faults = faults
+        self._kept: list[tuple[Hold, Callable[[int], None] | None]] = []
+        self._lost: list[tuple[int, ...]] = []
+
+    def release(self, hold: Hold, on_reuse: Callable[[int], None] | None = None) -> None:
+        """Ends a hold, or fails to."""
+        planted = self._faults.now()
+        if not hold.ended and hold.kind.value == planted.keep_hold:
+            _log.warning("fault_keep_hold", kind=hold.kind.value, blocks=len(hold.block_ids))
+            self._kept.append((hold, on_reuse))
+            return
+        if not hold.ended and hold.kind.value == planted.lose_references:
+            _log.warning("fault_lose_references", blocks=len(hold.block_ids))
+            self._store.touch(hold.block_ids)
+            self._lost.append(hold.block_ids)
+        super().release(hold, on_reuse)
+        if not planted.keep_hold:
+            while self._kept:
+                super().release(*self._kept.pop())
+        if not planted.lose_references:
+            while self._lost:
+                self._store.free(self._lost.pop())

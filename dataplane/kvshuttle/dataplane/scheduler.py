@@ -111,6 +111,7 @@ class SchedulerAgent:
         block_size: int,
         worker_id: str,
         counts: Callable[[], tuple[int, int]],
+        holds: HoldTable | None = None,
     ) -> None:
         self._store = store
         self._out = outbox
@@ -118,7 +119,7 @@ class SchedulerAgent:
         self._block_size = block_size
         self._worker_id = worker_id
         self._counts = counts
-        self._holds = HoldTable(store)
+        self._holds = HoldTable(store) if holds is None else holds
         self._turns = TurnBook()
         self.counters = Counters()
         self.source = SourceSide(store, self._holds, outbox, clock, block_size)
