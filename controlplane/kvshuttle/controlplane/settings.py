@@ -335,6 +335,13 @@ def _config_path(argv: list[str]) -> Path | None:
     return Path(found) if found else None
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Leaves out defaults of None: the description says what happens then."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help and action.help.replace(" (default: None)", "")
+
+
 def load(argv: list[str]) -> Settings:
     """The settings of a process. SettingsError; SystemExit for --help and unknown flags."""
     path = _config_path(argv)
@@ -356,6 +363,7 @@ def load(argv: list[str]) -> Settings:
         cli_implicit_flags=True,
         cli_hide_none_type=True,
         cli_avoid_json=True,
+        formatter_class=_Help,
     )
     try:
         return WithFile(_cli_settings_source=source)  # type: ignore[call-arg]

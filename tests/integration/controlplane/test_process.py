@@ -191,6 +191,8 @@ def test_help_explains_each_option() -> None:
     assert found.returncode == 0
     for option in ("--store", "--listen", "--lease-ttl", "--insecure", "--ready-file"):
         assert option in found.stdout
+    assert "(default: 30.0)" in found.stdout
+    assert "None)" not in found.stdout
 
 
 def test_insecure_is_for_loopback_only() -> None:

@@ -70,6 +70,9 @@ def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None
     for name, field in GatewaySettings.model_fields.items():
         assert field.description
         assert f"--{name.replace('_', '-')}" in text
+    assert "(default: 127.0.0.1)" in text
+    assert "None)" not in text
+    assert "factory" not in text
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliApp,
+    CliSettingsSource,
     NoDecode,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
@@ -231,7 +232,7 @@ def load(argv: Sequence[str]) -> GatewaySettings:
     """
     path = _config_path(argv)
     if path is None:
-        return CliApp.run(GatewaySettings, cli_args=list(argv))
+        return _run(GatewaySettings, argv)
     if not path.is_file():
         raise SystemExit(f"kvshuttle-gateway: config file {path} does not exist")
 
@@ -239,7 +240,21 @@ def load(argv: Sequence[str]) -> GatewaySettings:
         model_config = SettingsConfigDict(yaml_file=path)
         __doc__ = GatewaySettings.__doc__
 
-    return CliApp.run(_WithFile, cli_args=list(argv))
+    return _run(_WithFile, argv)
+
+
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Leaves out defaults of nothing: the description says what happens then."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help and action.help.replace(" (default: None)", "").replace(
+            " (default factory: list)", ""
+        )
+
+
+def _run(settings: type[GatewaySettings], argv: Sequence[str]) -> GatewaySettings:
+    source: CliSettingsSource[Any] = CliSettingsSource(settings, formatter_class=_Help)
+    return CliApp.run(settings, cli_args=list(argv), cli_settings_source=source)
 
 
 def _config_path(argv: Sequence[str]) -> Path | None:
