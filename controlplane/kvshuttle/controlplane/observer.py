@@ -2,31 +2,26 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import TYPE_CHECKING
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
 
-from kvshuttle.controlplane.model.admission import quarantine_full
+from kvshuttle.controlplane import __version__
 from kvshuttle.controlplane.model.session import Usage
-from kvshuttle.controlplane.model.terms import TransferStats, WorkerState
+from kvshuttle.controlplane.model.terms import TransferStats
 
 if TYPE_CHECKING:
-    import threading
-    from collections.abc import Iterable
-    from wsgiref.simple_server import WSGIServer
-
     from kvshuttle.controlplane.model.effects import Fact
-    from kvshuttle.controlplane.model.registry import Registry
 
-__all__ = ["Metrics", "MetricsServer"]
+__all__ = ["Metrics"]
 
 log = structlog.get_logger("kvshuttle.controlplane")
 
 QUIET = frozenset(
     {
+        "eager_return_begun",
+        "eager_return_skipped",
         "leg_computed",
         "lease_denied",
         "lease_granted",
@@ -40,6 +35,9 @@ QUIET = frozenset(
 )
 """Facts of every turn: at level debug, so that a busy control plane's log stays readable."""
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
+RPC_SECONDS = (0.00025, 0.0005, *SECONDS)
+SIZES = tuple(float(1 << power) for power in range(16, 38, 2))
+"""From 64 KiB, a block of a small model, to 64 GiB, a pool."""
 
 
 class Metrics:
@@ -47,6 +45,11 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = r = CollectorRegistry()
+        ProcessCollector(registry=r)
+        self.build = Gauge(
+            "kvshuttle_build_info", "Always 1; says what runs", ["version"], registry=r
+        )
+        self.build.labels(__version__).set(1)
         self.begun = Counter(
             "kvshuttle_turns_begun",
             "Turns begun, by how KV of earlier turns reaches prefill and why",
@@ -82,6 +85,13 @@ class Metrics:
         self.bytes = Counter(
             "kvshuttle_transfer_bytes", "Bytes moved, counted by NIXL", ["direction"], registry=r
         )
+        self.size = Histogram(
+            "kvshuttle_transfer_size_bytes",
+            "Bytes of one transfer",
+            ["direction"],
+            buckets=SIZES,
+            registry=r,
+        )
         self.seconds = Histogram(
             "kvshuttle_transfer_seconds",
             "From posting a transfer to its completion",
@@ -103,6 +113,18 @@ class Metrics:
             buckets=SECONDS,
             registry=r,
         )
+        self.leases_made = Counter(
+            "kvshuttle_leases_made",
+            "Leases made: their source was asked to hold",
+            ["direction"],
+            registry=r,
+        )
+        self.leases_granted = Counter(
+            "kvshuttle_leases_granted",
+            "Leases granted: their destination may read",
+            ["direction"],
+            registry=r,
+        )
         self.leases_ended = Counter(
             "kvshuttle_leases_ended",
             "Leases ended, by state and reason",
@@ -113,6 +135,23 @@ class Metrics:
             "kvshuttle_leases_denied",
             "Leases that were not made, so that a turn recomputes, by reason",
             ["direction", "reason"],
+            registry=r,
+        )
+        self.eager_begun = Counter(
+            "kvshuttle_eager_returns_begun",
+            "Returns begun as soon as a turn had ended, before anybody asked",
+            registry=r,
+        )
+        self.eager_skipped = Counter(
+            "kvshuttle_eager_returns_skipped",
+            "Turns whose KV was not returned before anybody asked, by reason",
+            ["reason"],
+            registry=r,
+        )
+        self.workers_lost = Counter(
+            "kvshuttle_workers_lost",
+            "Agents' streams lost, by reason",
+            ["worker_id", "reason"],
             registry=r,
         )
         self.relieved = Counter(
@@ -130,6 +169,19 @@ class Metrics:
         )
         self.refused = Counter(
             "kvshuttle_rpc_errors", "Calls that failed", ["method", "reason"], registry=r
+        )
+        self.calls = Histogram(
+            "kvshuttle_rpc_seconds",
+            "Unary calls, and operations on a stream of turns, from their arrival to their answer",
+            ["method"],
+            buckets=RPC_SECONDS,
+            registry=r,
+        )
+        self.lag = Histogram(
+            "kvshuttle_loop_lag_seconds",
+            "How much later than asked the event loop woke up: above some ms it is too busy",
+            buckets=RPC_SECONDS,
+            registry=r,
         )
         self.events_dropped = Counter(
             "kvshuttle_agent_events_dropped",
@@ -150,6 +202,10 @@ class Metrics:
         self.commit.observe(seconds)
         self.records.inc(records)
 
+    def late(self, seconds: float) -> None:
+        """The event loop woke up so much later than asked."""
+        self.lag.observe(seconds)
+
     def fact(self, fact: Fact) -> None:
         """Something happened, and is durable."""
         v = fact.values
@@ -168,8 +224,17 @@ class Metrics:
                         "cached_tokens": usage.cached_tokens,
                         "output_tokens": usage.output_tokens,
                     }
+            case "lease_made":
+                self.leases_made.labels(v["direction"]).inc()
             case "lease_granted":
+                self.leases_granted.labels(v["direction"]).inc()
                 self.grant.labels(v["direction"]).observe(_number(v["wait_ns"]) / 1e9)
+            case "eager_return_begun":
+                self.eager_begun.inc()
+            case "eager_return_skipped":
+                self.eager_skipped.labels(v["reason"]).inc()
+            case "worker_lost":
+                self.workers_lost.labels(v["worker_id"], _word(v["reason"])).inc()
             case "worker_relieved":
                 self.relieved.labels(_word(v["worker_id"])).inc(_number(v["blocks"]))
             case "lease_denied":
@@ -202,6 +267,7 @@ class Metrics:
         self.transfers.labels(direction, v["outcome"]).inc()
         if stats.bytes:
             self.bytes.labels(direction).inc(stats.bytes)
+            self.size.labels(direction).observe(stats.bytes)
             self.seconds.labels(direction).observe(stats.transfer_ns / 1e9)
         if stats.wait_ns:
             self.wait.labels(direction).observe(stats.wait_ns / 1e9)
@@ -223,108 +289,3 @@ def _word(reason: object) -> str:
     text = str(reason)
     plain = text.replace("_", "")
     return text if not text or (plain.isalnum() and text.isupper()) else "OTHER"
-
-
-class _Now:
-    """What is true at the moment of a scrape."""
-
-    def __init__(self, registry: Registry) -> None:
-        self._registry = registry
-
-    def read(self) -> list[Metric]:
-        """On the event loop."""
-        state = self._registry.state
-        epoch = GaugeMetricFamily("kvshuttle_epoch", "The control plane's term", state.epoch)
-        sessions = GaugeMetricFamily("kvshuttle_sessions", "Sessions", labels=["state"])
-        sessions.add_metric(["active"], state.active_sessions)
-        sessions.add_metric(["ended"], len(state.sessions) - state.active_sessions)
-        running = GaugeMetricFamily("kvshuttle_turns_running", "Turns that run", len(state.turns))
-        leases = GaugeMetricFamily("kvshuttle_leases", "Open leases", labels=["state"])
-        for lease_state, count in state.leases.count_by_state().items():
-            leases.add_metric([lease_state.name.lower()], count)
-        workers = GaugeMetricFamily("kvshuttle_workers", "Workers", labels=["state"])
-        replicas = GaugeMetricFamily("kvshuttle_replicas", "Replicas", labels=["worker_id"])
-        pool = GaugeMetricFamily(
-            "kvshuttle_pool_blocks", "Blocks of a worker's pool", labels=["worker_id", "kind"]
-        )
-        holds = GaugeMetricFamily("kvshuttle_holds", "Holds on blocks", labels=["worker_id"])
-        leased = GaugeMetricFamily(
-            "kvshuttle_leased_blocks", "Blocks of a worker that leases hold", labels=["worker_id"]
-        )
-        quarantine = GaugeMetricFamily(
-            "kvshuttle_quarantine_full",
-            "1 where so much is in quarantine that nothing is granted to the worker: alert on it",
-            labels=["worker_id"],
-        )
-        rate = GaugeMetricFamily(
-            "kvshuttle_prefill_tokens_per_second", "Learned", labels=["worker_id"]
-        )
-        fallbacks = CounterMetricFamily(
-            "kvshuttle_fallbacks",
-            "Legs that recomputed although a transfer was hoped for",
-            labels=["worker_id", "reason"],
-        )
-        for worker_state in WorkerState:
-            count = sum(w.state is worker_state for w in state.workers.values())
-            workers.add_metric([worker_state.name.lower()], count)
-        for name, worker in state.workers.items():
-            replicas.add_metric([name], state.replicas.count_of[name])
-            for kind in ("total", "free", "held", "quarantined"):
-                pool.add_metric([name, kind], getattr(worker.pool, f"{kind}_blocks"))
-            holds.add_metric([name], worker.pool.holds)
-            held = state.ledger.leased.get(worker.ref)
-            leased.add_metric([name], held.blocks.total if held is not None else 0)
-            quarantine.add_metric([name], quarantine_full(self._registry.limits, worker))
-            rate.add_metric([name], self._registry.planner.prefill_rate(name))
-            for reason, value in worker.counters.fallbacks:
-                fallbacks.add_metric([name, reason], value)
-        return [
-            epoch,
-            sessions,
-            running,
-            leases,
-            workers,
-            replicas,
-            pool,
-            holds,
-            leased,
-            quarantine,
-            rate,
-            fallbacks,
-        ]
-
-
-class MetricsServer:
-    """`/metrics` over HTTP, from a thread of its own; the state is read on the event loop."""
-
-    def __init__(self, metrics: Metrics, registry: Registry, host: str, port: int) -> None:
-        self._now = _Now(registry)
-        self._loop = asyncio.get_running_loop()
-        self._metrics = metrics
-        self._closed = False
-        metrics.registry.register(self)
-        self._server: WSGIServer
-        self._thread: threading.Thread
-        self._server, self._thread = start_http_server(port, addr=host, registry=metrics.registry)
-        self.port: int = self._server.server_port
-
-    def describe(self) -> Iterable[Metric]:
-        """Nothing: asked at registration, on the loop, where `collect` would wait for itself."""
-        return []
-
-    def collect(self) -> Iterable[Metric]:
-        """Called on the HTTP server's thread."""
-        if self._closed:
-            return []
-        return asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(timeout=5)
-
-    async def _read(self) -> list[Metric]:
-        return self._now.read()
-
-    async def close(self) -> None:
-        """Ends the HTTP server."""
-        self._closed = True
-        await asyncio.to_thread(self._server.shutdown)
-        self._server.server_close()
-        await asyncio.to_thread(self._thread.join)
-        self._metrics.registry.unregister(self)

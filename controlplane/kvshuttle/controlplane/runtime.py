@@ -61,6 +61,10 @@ class Observer(Protocol):
         """A commit to a durable store."""
         ...
 
+    def late(self, seconds: float) -> None:
+        """The event loop woke up so much later than asked."""
+        ...
+
 
 class Runtime:
     """`failed` is set, with the error, when the process must end: when the store cannot be written
@@ -196,10 +200,14 @@ class Runtime:
     async def run_ticks(self) -> None:
         """Feeds time to the registry until cancelled."""
         registry, limits = self.registry, self.registry.limits
+        loop = asyncio.get_running_loop()
         while True:
             behind = registry.behind(self.clock.now_ns())
             pause_ns = limits.tick_behind_ns if behind else limits.tick_ns
-            await asyncio.sleep(min(pause_ns, limits.tick_ns) / 1e9)
+            pause_s = min(pause_ns, limits.tick_ns) / 1e9
+            asked_s = loop.time() + pause_s
+            await asyncio.sleep(pause_s)
+            self._observer.late(max(0.0, loop.time() - asked_s))
             if not self.failed.done():
                 self.forget(registry.tick)
 

@@ -22,9 +22,10 @@ from kvshuttle.controlplane.clock import Timeline
 from kvshuttle.controlplane.model.limits import MICROSECOND, MS, SECOND
 from kvshuttle.controlplane.model.registry import Registry
 from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH
-from kvshuttle.controlplane.observer import Metrics, MetricsServer
+from kvshuttle.controlplane.observer import Metrics
 from kvshuttle.controlplane.planner import Planner
 from kvshuttle.controlplane.runtime import Runtime
+from kvshuttle.controlplane.scrape import Files, MetricsServer, Now
 from kvshuttle.controlplane.services.agents import AgentService, Streams
 from kvshuttle.controlplane.services.checks import Checks
 from kvshuttle.controlplane.services.cluster import About, ClusterService
@@ -243,6 +244,23 @@ class Server:
             raise SettingsError(f"{address} cannot be listened on: {error}") from error
         return f"{address.rpartition(':')[0]}:{port}"
 
+    def _now(self) -> Now:
+        turns = self._turns
+        assert turns is not None
+        return Now(
+            self.registry,
+            {
+                "turns": lambda: turns.open,
+                "watch_leases": lambda: self.hubs.leases.open,
+                "watch_sessions": lambda: self.hubs.sessions.open,
+            },
+        )
+
+    def _files(self) -> Files:
+        settings = self.settings
+        certificates = {"client_ca": settings.client_ca, "server": settings.tls_cert}
+        return Files(settings.store_file(), certificates)
+
     def _serve_metrics(self) -> str:
         address = self.settings.metrics()
         if not address:
@@ -250,7 +268,7 @@ class Server:
         host, _, port = address.rpartition(":")
         try:
             self._metrics_server = MetricsServer(
-                self.metrics, self.registry, host.strip("[]"), int(port)
+                self.metrics, self._now(), self._files(), host.strip("[]"), int(port)
             )
         except OSError as error:
             raise SettingsError(f"{address} cannot be listened on: {error}") from error

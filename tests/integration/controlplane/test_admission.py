@@ -13,7 +13,7 @@ from prometheus_client import generate_latest
 
 from kvshuttle.controlplane import settings
 from kvshuttle.controlplane.model.limits import Limits, TenantLimits
-from kvshuttle.controlplane.observer import MetricsServer
+from kvshuttle.controlplane.scrape import Files, MetricsServer, Now
 from kvshuttle.v1 import cluster_service_pb2 as workers
 from kvshuttle.v1 import lease_service_pb2 as leases
 from kvshuttle.v1 import session_service_pb2 as sessions
@@ -124,7 +124,9 @@ async def test_a_full_quarantine_can_be_alerted_on(cluster: Cluster) -> None:
     prefill, decode = await cluster.pair()
     await first_turn(cluster, prefill, decode)
     await prefill.beat(2_000, pool=workers.PoolStats(total_blocks=100, quarantined_blocks=11))
-    server = MetricsServer(cluster.server.metrics, cluster.server.registry, "127.0.0.1", 0)
+    server = MetricsServer(
+        cluster.server.metrics, Now(cluster.server.registry), Files(None, {}), "127.0.0.1", 0
+    )
     try:
 
         async def begun() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -127,6 +128,16 @@ def test_metrics(process: Process) -> None:
     assert 'kvshuttle_workers{state="ready"}' in text
     assert "kvshuttle_store_commit_seconds_bucket" in text
     assert 'kvshuttle_leases{state="granted"} 0.0' in text
+    assert "kvshuttle_store_free_bytes" in text
+    assert 'kvshuttle_store_size_bytes{file="log"}' in text
+    assert 'kvshuttle_streams{kind="turns"} 0.0' in text
+    assert "process_resident_memory_bytes" in text
+    promtool = shutil.which("promtool")
+    if promtool is not None:  # Debian's package prometheus has it
+        found = subprocess.run(
+            [promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False
+        )
+        assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
 
 
 def test_a_signal_stops_it_cleanly(tmp_path: Path) -> None:

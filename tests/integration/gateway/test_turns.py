@@ -102,6 +102,10 @@ async def test_stream_is_passed_through_byte_for_byte(
         "kvshuttle_gateway_time_to_first_token_seconds_count", stream="true"
     )
     assert count == 1
+    cached = control.ends[0].usage.cached_tokens
+    tokens = "kvshuttle_gateway_prompt_tokens_total"
+    assert await gateway.metric(tokens, source="cached") == cached
+    assert await gateway.metric(tokens, source="computed") == 20 - cached
 
 
 async def test_usage_of_a_stream_is_reported(

@@ -59,6 +59,12 @@ def granted(world: World, prefill: WorkerRef, decode: WorkerRef) -> c.Grant:
     return grant
 
 
+def skipped(world: World) -> list[object]:
+    """Why the last event returned nothing at once."""
+    facts = world.effects.facts
+    return [fact.values["reason"] for fact in facts if fact.name == "eager_return_skipped"]
+
+
 @pytest.fixture
 def world() -> World:
     return World()
@@ -174,8 +180,19 @@ def test_a_sibling_of_the_same_turn_brings_no_second_one(world: World) -> None:
     assert len(world.told(decode, c.Harden)) == 1
 
 
-@pytest.mark.parametrize("why", ["off", "caching", "policy", "small", "drain", "lost", "both"])
-def test_it_is_left_to_the_next_turn(why: str) -> None:
+@pytest.mark.parametrize(
+    ("why", "reason"),
+    [
+        ("off", None),
+        ("caching", "NO_PREFIX_CACHE"),
+        ("policy", "POLICY_NEVER"),
+        ("small", "TOO_SHORT"),
+        ("drain", "WORKER_NOT_READY"),
+        ("lost", "WORKER_NOT_READY"),
+        ("both", "NO_PREFILL_WORKER"),
+    ],
+)
+def test_it_is_left_to_the_next_turn(why: str, reason: str | None) -> None:
     world = World(Limits(eager=why != "off"))
     role = WorkerRole.BOTH if why == "both" else WorkerRole.PREFILL
     prefill = world.connect("p", role, prefix_caching=why != "caching")
@@ -193,6 +210,7 @@ def test_it_is_left_to_the_next_turn(why: str) -> None:
         world.lose(prefill)
     world.offer(decode, 1 if why == "small" else 20, turn)
     assert world.told(decode, c.Harden) == []
+    assert skipped(world) == ([reason] if reason else [])
 
 
 def test_no_more_than_so_many_at_once_and_the_rest_wait() -> None:

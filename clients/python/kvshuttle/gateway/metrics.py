@@ -3,9 +3,21 @@
 from __future__ import annotations
 
 import re
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    ProcessCollector,
+    generate_latest,
+)
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
+
+if TYPE_CHECKING:
+    from kvshuttle.v1.session_service_pb2 import TurnUsage
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -23,6 +35,14 @@ class Metrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.build = Gauge(
+            "kvshuttle_gateway_build_info",
+            "Always 1; says what runs.",
+            ["version"],
+            registry=self.registry,
+        )
+        self.build.labels(_version()).set(1)
         self.requests = Counter(
             "kvshuttle_gateway_requests",
             "Requests answered, by route and HTTP status (499: the client went away).",
@@ -38,6 +58,17 @@ class Metrics:
             "kvshuttle_gateway_turns",
             "Turns ended, by outcome and return mode (unplaced: without the control plane).",
             ["outcome", "mode"],
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "kvshuttle_gateway_prompt_tokens",
+            "Prompt tokens of turns that ended, by whether prefill had their KV (cached) or not.",
+            ["source"],
+            registry=self.registry,
+        )
+        self.output_tokens = Counter(
+            "kvshuttle_gateway_output_tokens",
+            "Tokens generated in turns that ended, where the engine's answer says how many.",
             registry=self.registry,
         )
         self.time_to_first_token = Histogram(
@@ -94,9 +125,23 @@ class Metrics:
             registry=self.registry,
         )
 
+    def used(self, usage: TurnUsage) -> None:
+        """What a turn cost, as its engines said."""
+        self.prompt_tokens.labels("cached").inc(usage.cached_tokens)
+        computed = max(0, usage.prompt_tokens - usage.cached_tokens)
+        self.prompt_tokens.labels("computed").inc(computed)
+        self.output_tokens.inc(usage.output_tokens)
+
     def exposition(self) -> bytes:
         """All of it in Prometheus' text format."""
         return generate_latest(self.registry)
+
+
+def _version() -> str:
+    try:
+        return version("kvshuttle")
+    except PackageNotFoundError:  # run from a source tree that was not installed
+        return "unknown"
 
 
 def reason_label(reason: str) -> str:

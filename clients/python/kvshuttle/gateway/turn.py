@@ -455,9 +455,9 @@ class TurnRun:
         if self._begun is None:
             return
         self.services.metrics.turns.labels(_OUTCOMES[outcome], self._mode()).inc()
-        self.services.control.end(
-            self._begun, outcome, self._usage.message(), hints=self.request.hints
-        )
+        usage = self._usage.message()
+        self.services.metrics.used(usage)
+        self.services.control.end(self._begun, outcome, usage, hints=self.request.hints)
         self._begun = None
         self._turn = None
 

@@ -36,17 +36,18 @@ __all__ = ["awaited", "consider", "end_session", "ended", "plan_with"]
 def consider(w: Work, key: SessionKey, turn: Turn, replica: Replica) -> None:
     """Decode has offered what a turn left: bring it to the prefill worker that will probably get
     the next turn, which is the one that had this one (placement is sticky)."""
-    if not w.limits.eager or turn.prefill is None or turn.plan.reason == "POLICY_NEVER":
+    if not w.limits.eager:
         return
-    if w.state.sessions[key].turn_count > turn.number:
-        return  # the next one is here already, and reads what it wants itself
-    target = w.state.workers.get(turn.prefill.worker.worker_id)
-    if target is None or not _suits(w, target, replica):
-        return
+    prefill = turn.prefill
+    target = w.state.workers.get(prefill.worker.worker_id) if prefill is not None else None
     open_lease = _open_lease(w, key)
+    why_not = "NO_PREFILL_LEG" if prefill is None else "WORKER_LOST"
+    if target is not None:
+        why_not = _why_not(w, key, turn, replica, target)
+    if why_not or target is None:
+        _skip(w, key, turn.number, why_not)
+        return
     if open_lease is not None:
-        if open_lease.ask_range.length >= replica.num_blocks:
-            return  # a sibling of n > 1, or a shorter branch
         lease_events.stop(w, open_lease, LeaseState.REVOKED, "SUPERSEDED")
     if w.state.eager_on[target.ref.worker_id] >= w.limits.eager_leases_per_worker:
         waiting = w.state.eager_waiting[target.ref.worker_id]
@@ -54,7 +55,8 @@ def consider(w: Work, key: SessionKey, turn: Turn, replica: Replica) -> None:
         waiting[key] = (turn.number, replica.head_hash)
         while len(waiting) > w.limits.eager_waiting_per_worker:
             # The oldest: its next turn is nearest, and lazy serves it as well.
-            del waiting[next(iter(waiting))]
+            oldest = next(iter(waiting))
+            _skip(w, oldest, waiting.pop(oldest)[0], "QUEUE_FULL")
         return
     _begin(w, key, turn.number, replica, target)
 
@@ -122,27 +124,57 @@ def _open_lease(w: Work, key: SessionKey) -> Lease | None:
     return w.state.leases.get(lease_id) if lease_id is not None else None
 
 
-def _suits(w: Work, target: Worker, replica: Replica) -> bool:
+def _why_not(w: Work, key: SessionKey, turn: Turn, replica: Replica, target: Worker) -> str:
+    if turn.plan.reason == "POLICY_NEVER":
+        return "POLICY_NEVER"
+    if w.state.sessions[key].turn_count > turn.number:
+        return "NEXT_TURN_BEGAN"  # it reads what it wants itself
+    if why_not := _unsuited(w, target, replica):
+        return why_not
+    lease = _open_lease(w, key)
+    if lease is not None and lease.ask_range.length >= replica.num_blocks:
+        return "ALREADY_UNDER_WAY"  # a sibling of n > 1, or a shorter branch
+    return ""
+
+
+def _unsuited(w: Work, target: Worker, replica: Replica) -> str:
+    """Why a replica is not returned to a worker before anybody asks, in one word, or nothing."""
     source = w.worker(replica.worker)
-    return (
-        target.ready
-        and target.role is WorkerRole.PREFILL
-        and target.prefix_caching
-        and source is not None
-        and source.ready
-        and source.ref != target.ref
-        and replica.state is not ReplicaState.GONE
-        and replica.num_tokens >= w.limits.min_tokens
-        and w.planner.cheaper_to_move(replica, source, target)
+    if source is None or replica.state is ReplicaState.GONE:
+        return "REPLICA_GONE"
+    if source.ref == target.ref:
+        return "SAME_WORKER"
+    if not (target.ready and source.ready):
+        return "WORKER_NOT_READY"
+    if target.role is not WorkerRole.PREFILL:
+        return "NO_PREFILL_WORKER"
+    if not target.prefix_caching:
+        return "NO_PREFIX_CACHE"
+    if replica.num_tokens < w.limits.min_tokens:
+        return "TOO_SHORT"
+    if not w.planner.cheaper_to_move(replica, source, target):
+        return "CHEAPER_TO_RECOMPUTE"
+    return ""
+
+
+def _skip(w: Work, key: SessionKey, turn: int, reason: str) -> None:
+    w.fact(
+        "eager_return_skipped",
+        tenant=key.tenant,
+        session_id=key.session_id,
+        turn=turn,
+        reason=reason,
     )
 
 
 def _begin(w: Work, key: SessionKey, turn: int, replica: Replica, target: Worker) -> None:
     source = w.worker(replica.worker)
-    assert source is not None  # see _suits
+    assert source is not None  # see _unsuited
     why_not, victims = admission.lease_room(w, key.tenant, replica.num_blocks, source, target)
     if why_not or victims:
-        return  # a guess takes no other turn's place
+        # A guess takes no other turn's place.
+        _skip(w, key, turn, why_not or "WOULD_EVICT")
+        return
     lease = lease_events.make(w, key, turn, "", Direction.RETURN, replica, target)
     w.fact(
         "eager_return_begun",
@@ -165,7 +197,10 @@ def _next(w: Work, worker_id: str) -> None:
         key, (turn, head_hash) = waiting.popitem()
         session = w.state.sessions.get(key)
         if session is None or not session.active or session.turn_count > turn:
-            continue  # over, or the next turn has begun already
+            _skip(
+                w, key, turn, "NEXT_TURN_BEGAN" if session and session.active else "SESSION_ENDED"
+            )
+            continue
         replica = next(
             (
                 r
@@ -174,5 +209,10 @@ def _next(w: Work, worker_id: str) -> None:
             ),
             None,
         )
-        if replica is not None and _suits(w, target, replica) and _open_lease(w, key) is None:
+        why_not = "REPLICA_GONE" if replica is None else _unsuited(w, target, replica)
+        if replica is None or why_not:
+            _skip(w, key, turn, why_not)
+        elif _open_lease(w, key) is not None:
+            _skip(w, key, turn, "ALREADY_UNDER_WAY")
+        else:
             _begin(w, key, turn, replica, target)

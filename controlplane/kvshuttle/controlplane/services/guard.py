@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 
@@ -147,8 +148,10 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]
             field = "unary_stream" if handler.unary_stream else "stream_stream"
             return _replace(handler, field, stream)
         inner = handler.unary_unary or handler.stream_unary
+        calls = self._metrics.calls.labels(method)
 
         async def unary(request: Any, context: Any) -> Any:
+            began = time.perf_counter()
             try:
                 enter(context)
                 request = _checked(request) if handler.unary_unary else _each(request)
@@ -158,6 +161,8 @@ class Guard(grpc.aio.ServerInterceptor):  # type: ignore[misc,unused-ignore]
             except Exception as error:
                 failed(error)
                 await abort(context, error)
+            finally:
+                calls.observe(time.perf_counter() - began)
 
         return _replace(handler, "unary_unary" if handler.unary_unary else "stream_unary", unary)
 

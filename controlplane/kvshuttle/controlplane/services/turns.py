@@ -7,6 +7,7 @@ share a message, and many answers share another. What an operation means is `ope
 from __future__ import annotations
 
 import asyncio
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,7 @@ class TurnStream:
     def _apply(self, operation: pb.TurnOperation) -> None:
         kind = operation.WhichOneof("operation")
         number = operation.id
+        began = time.perf_counter()
         self._open += 1
         try:
             if kind is None:
@@ -122,6 +124,7 @@ class TurnStream:
             made = self._make[kind](getattr(operation, kind))
 
             def done(result: Any) -> None:
+                self._metrics.calls.labels(_METHODS[kind]).observe(time.perf_counter() - began)
                 try:
                     self._answer(pb.TurnResult(id=number, **{kind: made.answer(result)}))
                 except Exception as error:  # the session has gone meanwhile
@@ -157,6 +160,11 @@ class TurnStreams:
         self._make = partial(TurnStream, runtime, operations, limits, metrics)
         self._streams: set[TurnStream] = set()
         self._stopping = False
+
+    @property
+    def open(self) -> int:
+        """Streams that are open."""
+        return len(self._streams)
 
     async def serve(
         self, requests: AsyncIterator[pb.TurnsRequest]

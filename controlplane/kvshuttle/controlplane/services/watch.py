@@ -128,6 +128,11 @@ class Hub(Generic[C]):
         self._floor = start
         self.last = start
 
+    @property
+    def open(self) -> int:
+        """Watches that run."""
+        return self._count.total
+
     def publish(self, change: C) -> None:
         """One change, in order."""
         if len(self._history) == self._history.maxlen:
