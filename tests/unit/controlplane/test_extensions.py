@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from kvshuttle.controlplane.model import commands as c
+from kvshuttle.controlplane.model.effects import LeaseChange, PutLease
 from kvshuttle.controlplane.model.limits import SECOND, Limits
 from kvshuttle.controlplane.model.reports import (
     Descriptors,
@@ -256,3 +257,70 @@ def test_ten_thousand_at_once(world: World) -> None:
     assert sorted(order.seqs.tolist()) == sorted(seqs(world, leases).tolist())
     world.agent(decode, "leases_extended", order.extension, NONE)
     assert {world.lease(x).deadline_ns for x in leases} == {world.now + TTL}
+
+
+# -- what watchers are told ------------------------------------------------------------------------
+
+
+def told(world: World) -> list[str]:
+    """One tick, and the open leases that watchers are told of."""
+    world.do(world.registry.tick(world.now))
+    found = [x.lease for x in world.effects.changes if isinstance(x, LeaseChange) and x.lease.open]
+    assert all(lease.deadline_ns > world.now for lease in found)
+    stored = [x.lease for x in world.effects.records if isinstance(x, PutLease)]
+    assert not any(lease.open for lease in stored)
+    return [lease.lease_id for lease in found]
+
+
+def extend(world: World, prefill: WorkerRef, decode: WorkerRef, leases: list[str]) -> None:
+    ask(world, prefill, leases)
+    assert not world.effects.changes
+    (order,) = world.told(decode, c.ExtendLeases)
+    world.agent(decode, "leases_extended", order.extension, NONE)
+    assert not [x for x in world.effects.changes if isinstance(x, LeaseChange)]
+
+
+def alive(world: World, seconds: float) -> None:
+    """Time passes without a tick, and all workers are heard."""
+    world.now += int(seconds * SECOND)
+    for worker in list(world.state.workers.values()):
+        world.do(world.registry.agent(world.now, worker.ref).finish())
+
+
+def test_watchers_see_that_a_lease_goes_on_when_the_deadline_they_know_has_passed(
+    world: World,
+) -> None:
+    prefill, decode = world.pair()
+    (lease,) = granted(world, prefill, decode, 1)
+    version = world.lease(lease).version
+    # Watchers know of a deadline at 30 s, then at 50, then at 70.
+    for last in (20, 40, 60):
+        alive(world, 20 if last == 20 else 8.9)
+        extend(world, prefill, decode, [lease])
+        assert told(world) == []
+        alive(world, 9)
+        assert told(world) == []
+        alive(world, 2)
+        assert told(world) == [lease]
+        assert world.lease(lease).version == version
+        # Once: the deadline that was told now is a new one.
+        alive(world, 0.1)
+        assert told(world) == []
+
+
+def test_of_many_leases_watchers_are_told_little_by_little_and_all_in_the_end() -> None:
+    world = World(dataclasses.replace(LIMITS, told_per_tick=10))
+    prefill, decode = world.pair()
+    leases = granted(world, prefill, decode, 25)
+    alive(world, 20)
+    extend(world, prefill, decode, leases[:-1])
+    alive(world, 10)
+    ticks = []
+    for _ in range(5):
+        ticks.append(told(world))
+        # A tick that comes sooner, because much is due, tells nothing.
+        assert told(world) == []
+        alive(world, 0.1)
+    assert [len(x) for x in ticks] == [10, 10, 4, 0, 0]
+    assert [x for tick in ticks for x in tick] == leases[:-1]
+    assert world.lease(leases[-1]).state is LeaseState.EXPIRED

@@ -98,8 +98,9 @@ class LeaseServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def WatchLeases(self, request, context):
-        """One snapshot of the open leases, then every change once, in order. That leases were extended
-        because their destination needs them longer (`ttl` grows) is not told.
+        """One snapshot of the open leases, then every change once, in order. That a lease was extended
+        because its destination needs it longer (`ttl` grows, `version` does not) is told when the
+        deadline that was told has passed, to so many a second; GetLease and ListLeases show it at once.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -47,8 +47,9 @@ class LeaseServiceStub:
     destination has confirmed or the deadline has passed.
     """
     WatchLeases: _grpc.UnaryStreamMultiCallable[_lease_service_pb2.WatchLeasesRequest, _lease_service_pb2.WatchLeasesResponse]
-    """One snapshot of the open leases, then every change once, in order. That leases were extended
-    because their destination needs them longer (`ttl` grows) is not told.
+    """One snapshot of the open leases, then every change once, in order. That a lease was extended
+    because its destination needs it longer (`ttl` grows, `version` does not) is told when the
+    deadline that was told has passed, to so many a second; GetLease and ListLeases show it at once.
     """
 
 @_typing.type_check_only
@@ -70,8 +71,9 @@ class LeaseServiceAsyncStub(LeaseServiceStub):
     destination has confirmed or the deadline has passed.
     """
     WatchLeases: _aio.UnaryStreamMultiCallable[_lease_service_pb2.WatchLeasesRequest, _lease_service_pb2.WatchLeasesResponse]  # type: ignore[assignment]
-    """One snapshot of the open leases, then every change once, in order. That leases were extended
-    because their destination needs them longer (`ttl` grows) is not told.
+    """One snapshot of the open leases, then every change once, in order. That a lease was extended
+    because its destination needs it longer (`ttl` grows, `version` does not) is told when the
+    deadline that was told has passed, to so many a second; GetLease and ListLeases show it at once.
     """
 
 class LeaseServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -120,8 +122,9 @@ class LeaseServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _lease_service_pb2.WatchLeasesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_lease_service_pb2.WatchLeasesResponse], _abc.AsyncIterator[_lease_service_pb2.WatchLeasesResponse]]:
-        """One snapshot of the open leases, then every change once, in order. That leases were extended
-        because their destination needs them longer (`ttl` grows) is not told.
+        """One snapshot of the open leases, then every change once, in order. That a lease was extended
+        because its destination needs it longer (`ttl` grows, `version` does not) is told when the
+        deadline that was told has passed, to so many a second; GetLease and ListLeases show it at once.
         """
 
 def add_LeaseServiceServicer_to_server(servicer: LeaseServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -8,6 +8,8 @@ and neither versions nor records are written.
 No record: a deadline decides nothing that a restart would have to know exactly. A start counts
 every open lease for one TTL more, which is as long as any destination may have been told to count.
 No version: these commands are read in their place on the stream, and never shorten anything.
+Watchers are told when the deadline that they know has passed (`tell`): once a TTL instead of at
+each renewal, and so many at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.model.terms import WorkerRef
     from kvshuttle.controlplane.model.work import Work
 
-__all__ = ["extended", "needed"]
+__all__ = ["extended", "needed", "tell"]
 
 
 def _going(w: Work, slots: Slots) -> npt.NDArray[np.bool_]:
@@ -117,3 +119,13 @@ def extended(w: Work, ref: WorkerRef, number: int, missing: npt.NDArray[np.uint6
         ),
     )
     w.fact("leases_extended", worker_id=asked.destination.worker_id, leases=len(slots))
+
+
+def tell(w: Work) -> None:
+    """Shows watchers that leases go on whose deadline, as they know it, has passed. Nothing else of
+    them has changed, so their version stays."""
+    if w.now_ns - w.state.told_ns < w.limits.tick_ns:
+        return  # ticks come faster while much is due; watchers need not
+    w.state.told_ns = w.now_ns
+    for lease_id in w.state.leases.outdated(w.now_ns, w.limits.told_per_tick):
+        w.put_lease(w.state.leases[lease_id], durable=False)

@@ -181,6 +181,7 @@ class Registry:
         most = self.limits.due_per_tick
         for lease_id in self.state.leases.due(now_ns, most):
             self._lease_due(w, lease_id)
+        extension_events.tell(w)
         for kind, name in self.state.agenda.pop(now_ns, most):
             match kind:
                 case Due.LEASE:

@@ -114,6 +114,8 @@ class State:
     # Extensions under way, by number, oldest first.
     extensions: dict[int, Extension] = field(default_factory=dict)
     extension_seq: int = 0
+    # When watchers were last told of leases that go on.
+    told_ns: int = 0
     agenda: Agenda = field(default_factory=Agenda)
     ledger: Ledger = field(default_factory=Ledger)
 
