@@ -9,6 +9,7 @@ import pytest
 from kvshuttle.controlplane.model import commands as c
 from kvshuttle.controlplane.model.errors import LeaseEndedError
 from kvshuttle.controlplane.model.limits import SECOND, Limits
+from kvshuttle.controlplane.model.reports import Descriptors
 from kvshuttle.controlplane.model.terms import (
     LeaseState,
     ReturnPolicy,
@@ -73,6 +74,17 @@ def test_a_turn_cancelled_while_its_reader_is_paused_ends_by_the_deadline() -> N
     assert not world.told(decode, c.ReaderStopped)
     world.agent(decode, "source_released", lease_id, "DEADLINE")
     assert not world.state.ledger.leased
+
+
+def test_an_answer_to_something_else_grants_nothing() -> None:
+    world = World()
+    prefill, decode, _, order = world.returning()
+    blocks = Descriptors(order.range, order.head_hash, "ids")
+    for version in (order.version - 1, order.version + 1):
+        world.agent(decode, "hardened", order.lease_id, version, blocks)
+        assert not world.told(prefill, c.Grant)
+    world.harden(order, decode)
+    assert len(world.told(prefill, c.Grant)) == 1
 
 
 # -- renewal -------------------------------------------------------------------------------------

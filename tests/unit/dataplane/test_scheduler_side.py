@@ -296,6 +296,24 @@ def test_landing_blocks_of_an_aborted_request_stay_until_nothing_writes(bench: B
     assert bench.pool.free_blocks == 100
 
 
+@pytest.mark.parametrize("how", ["revoke", "fence", "the turn's end"])
+def test_a_reader_that_reads_has_not_stopped(bench: Bench, how: str) -> None:
+    """Whatever asks it to stop: the source may let go only when nothing reads any more."""
+    load(bench)
+    if how == "revoke":
+        bench.obey(revoke=agent_pb2.Revoke(lease_id="l1", reason="OPERATOR", turn_token="t"))
+    elif how == "fence":
+        other = types_pb2.WorkerRef(worker_id="other", incarnation=1)
+        bench.obey(peer_fenced=agent_pb2.PeerFenced(worker=other))
+    else:
+        bench.obey(forget_turn=agent_pb2.ForgetTurn(turn_token="t", leg=PREFILL))
+    assert (bench.out.take("stopped"), bench.held) == ([], 4)
+    assert [lease.lease_id for lease in bench.agent.lease_inventory()] == ["l1"]
+    ended(bench, published=False, reason="REVOKED")
+    assert [stopped.lease_id for stopped in bench.out.take("stopped")] == ["l1"]
+    assert bench.held == 0
+
+
 def test_a_failed_load_is_a_quarantine_until_nothing_writes(bench: Bench) -> None:
     load(bench)
     bench.agent.load_failed(["r"])
@@ -443,6 +461,10 @@ def test_under_pressure_the_soonest_to_expire_goes_first_and_leases_stay(bench: 
     assert bench.pool.references[0] == 1
     assert bench.pool.references[20] == 0
     assert bench.pool.references[40] == 1
+    # Nor does its reader hear a no.
+    bench.agent.make_room(100)
+    assert not [order for order in bench.out.orders if isinstance(order, m.Unserve)]
+    assert bench.agent.source.open_leases[0].closing == ""
 
 
 # Leases at the source.
@@ -495,6 +517,20 @@ def test_a_source_keeps_its_range_until_the_reader_has_stopped(bench: Bench) -> 
     assert bench.held == 0
     (released,) = bench.out.take("source_released")
     assert released.reason == "READER_STOPPED"
+
+
+def test_a_source_keeps_its_range_until_every_rank_says_no_to_the_reader() -> None:
+    """A rank that still says yes lets its reader publish what it has read."""
+    bench = Bench(ranks=2)
+    bench.expect(DECODE)
+    bench.offer(chain(5))
+    bench.harden(chain(5))
+    bench.obey(release_replica=agent_pb2.ReleaseReplica(tenant="acme", session_id="s"))
+    bench.obey(reader_stopped=agent_pb2.ReaderStopped(lease_id="l1"))
+    stop_serving(bench)
+    assert (bench.held, bench.out.take("source_released")) == (5, [])
+    stop_serving(bench)
+    assert (bench.held, len(bench.out.take("source_released"))) == (0, 1)
 
 
 def test_a_source_keeps_its_range_for_ttl_guard_and_drift(bench: Bench) -> None:

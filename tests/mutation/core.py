@@ -1,0 +1,486 @@
+# ruff: noqa: E501
+"""Ways to break the lease protocol, one rule each."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import AGENT, CONTROL, Mutant
+
+__all__ = ["CORE"]
+
+CORE = (
+    Mutant(
+        "cp_stop_releases_source",
+        "a revoke stops renewal only",
+        CONTROL + "model/lease_events.py",
+        "        lease = lease.stopping(final, reason)\n",
+        (
+            "        lease = lease.stopping(final, reason)\n"
+            "        w.command(lease.source, ReaderStopped(lease.lease_id, lease.version))\n"
+        ),
+    ),
+    Mutant(
+        "cp_lost_dest_releases",
+        "a lost stream is not the reader's end",
+        CONTROL + "model/worker_events.py",
+        "            w.put_lease(lease.ended(LeaseState.FAILED, reason, w.now_ns))\n",
+        (
+            "            w.put_lease(lease.ended(LeaseState.FAILED, reason, w.now_ns))\n"
+            "            lease_events.reader_is_stopped(w, w.state.leases[lease.lease_id])\n"
+        ),
+    ),
+    Mutant(
+        "reconcile_always_stops_source",
+        "reconciliation stops renewal only",
+        CONTROL + "model/recovery.py",
+        "    elif lease.reader_stopped:\n",
+        "    elif True:\n",
+    ),
+    Mutant(
+        "no_guard_in_source_deadline",
+        "the source holds for TTL + guard",
+        AGENT + "clock.py",
+        "(ttl_ns + guard_ns) *",
+        "(ttl_ns) *",
+    ),
+    Mutant(
+        "no_drift",
+        "the source allows for drifting clocks",
+        AGENT + "clock.py",
+        " * (1_000_000 + 2 * drift_ppm) // 1_000_000",
+        "",
+    ),
+    Mutant(
+        "ttl_from_arrival",
+        "a destination counts from as_of",
+        AGENT + "clock.py",
+        "    return as_of + ttl_ns",
+        "    return boottime_ns() + ttl_ns",
+    ),
+    Mutant(
+        "no_guard_check",
+        "a grant comes within the guard of the asking",
+        CONTROL + "model/lease_events.py",
+        "if w.now_ns - lease.create_ns > w.limits.guard_ns:",
+        "if False:",
+    ),
+    Mutant(
+        "no_renew_guard",
+        "a renewal comes within the guard of the asking",
+        CONTROL + "model/lease_events.py",
+        "late = w.now_ns - lease.renewal.asked_ns > w.limits.guard_ns",
+        "late = False",
+    ),
+    Mutant(
+        "source_extend_ignored",
+        "the source is extended first",
+        AGENT + "source.py",
+        (
+            "        lease.deadline_ns = max(\n"
+            "            lease.deadline_ns,\n"
+            "            source_deadline("
+        ),
+        ("        _ = max(\n            lease.deadline_ns,\n            source_deadline("),
+    ),
+    Mutant(
+        "end_stream_noop",
+        "what a closed stream had queued is dropped",
+        AGENT + "scheduler.py",
+        "            life.open = False",
+        "            pass",
+    ),
+    Mutant(
+        "no_post_margin",
+        "nothing is posted after the deadline less the margin",
+        AGENT + "transfers.py",
+        "elif now > order.deadline_ns - DEADLINE_MARGIN_NS:",
+        "elif False:",
+    ),
+    Mutant(
+        "no_late_check",
+        "the clock is looked at after completion",
+        AGENT + "transfers.py",
+        "if state.completed_ns > state.deadline_ns:",
+        "if False:",
+    ),
+    Mutant(
+        "no_late_and_confirm_check",
+        "the clock is looked at after the source's answer",
+        AGENT + "transfers.py",
+        "late = self._clock() > state.deadline_ns",
+        "late = False",
+    ),
+    Mutant(
+        "always_held",
+        "the source says whether it still holds",
+        AGENT + "transfers.py",
+        "held = deadline is not None and self._clock() <= deadline",
+        "held = True",
+    ),
+    Mutant(
+        "no_confirm",
+        "the source is asked before anything is published",
+        AGENT + "transfers.py",
+        ("            state.phase = _Phase.CONFIRMING\n            return True"),
+        (
+            "            state.phase = _Phase.CONFIRMING\n"
+            "            state.held = True\n"
+            "            return True"
+        ),
+    ),
+    Mutant(
+        "let_go_in_proc",
+        "a quarantine ends when NIXL has let go",
+        AGENT + "transfers.py",
+        'if state.faults.stall_reads or self._transport.state(state.handle) == "PROC":',
+        "if False:",
+    ),
+    Mutant(
+        "never_give_up_deadline",
+        "a read is given up before its deadline",
+        AGENT + "transfers.py",
+        ("if now > state.deadline_ns - DEADLINE_MARGIN_NS:\n            self._give_up"),
+        ("if False:\n            self._give_up"),
+    ),
+    Mutant(
+        "close_releases_at_once",
+        "a range goes when no rank says yes any more",
+        AGENT + "source.py",
+        "            lease.closing = reason\n",
+        ("            lease.closing = reason\n            self._holds.release(lease.hold)\n"),
+    ),
+    Mutant(
+        "revoke_says_stopped_while_reading",
+        "a reader that reads has not stopped",
+        AGENT + "destination.py",
+        (
+            '            self._out.order(m.Abandon(grant.request_id, reason or "REVOKED"))\n'
+            "            return\n"
+        ),
+        (
+            '            self._out.order(m.Abandon(grant.request_id, reason or "REVOKED"))\n'
+            '            self._say_stopped(lease_id, agent_pb2.TRANSFER_OUTCOME_REVOKED, "")\n'
+            "            return\n"
+        ),
+    ),
+    Mutant(
+        "no_landing_hold",
+        "landing blocks are held from their allocation",
+        AGENT + "destination.py",
+        "        self._loads[request_id] = load\n",
+        ("        self._loads[request_id] = load\n        self._holds.release(load.hold)\n"),
+    ),
+    Mutant(
+        "abort_frees_landing",
+        "an aborted load keeps its landing blocks",
+        AGENT + "destination.py",
+        "            load.orphaned = True\n",
+        ("            load.orphaned = True\n            self._holds.release(load.hold)\n"),
+    ),
+    Mutant(
+        "failed_load_frees_landing",
+        "a failed load's blocks are in quarantine",
+        AGENT + "destination.py",
+        "            self._holds.quarantine(load.hold)\n",
+        "            self._holds.release(load.hold)\n",
+    ),
+    Mutant(
+        "offer_unwritten",
+        "only written blocks are offered",
+        AGENT + "destination.py",
+        "        return load.first\n",
+        "        return None\n",
+    ),
+    Mutant(
+        "match_by_count",
+        "blocks match by hash, never by count",
+        AGENT + "matching.py",
+        "        if own[i] != offered[i]:",
+        "        if False:",
+    ),
+    Mutant(
+        "clock_monotonic",
+        "the agent's clock runs in a suspended machine",
+        AGENT + "clock.py",
+        "time.clock_gettime_ns(time.CLOCK_BOOTTIME)",
+        "time.clock_gettime_ns(time.CLOCK_MONOTONIC)",
+    ),
+    Mutant(
+        "clock_wall",
+        "clock steps do not matter to the agent",
+        AGENT + "clock.py",
+        "time.clock_gettime_ns(time.CLOCK_BOOTTIME)",
+        "time.clock_gettime_ns(time.CLOCK_REALTIME)",
+    ),
+    Mutant(
+        "cp_clock_monotonic",
+        "the control plane's clock runs in a suspended machine",
+        CONTROL + "clock.py",
+        "return time.clock_gettime_ns(time.CLOCK_BOOTTIME)",
+        "return time.monotonic_ns()",
+    ),
+    Mutant(
+        "cp_clock_wall",
+        "clock steps do not matter to the control plane",
+        CONTROL + "clock.py",
+        "return _boot_ns() + self._offset_ns",
+        "return time.time_ns()",
+    ),
+    Mutant(
+        "second_boot_ok",
+        "a second live boot is refused",
+        CONTROL + "model/worker_events.py",
+        "if before is not None and not same_boot and before.connected:",
+        "if False:",
+    ),
+    Mutant(
+        "lineage_ok",
+        "a changed lineage needs the operator's flag",
+        CONTROL + "model/worker_events.py",
+        "if says.lineage_id and says.lineage_id != state.lineage_id and not accept_lineage:",
+        "if False:",
+    ),
+    Mutant(
+        "epoch_not_raised",
+        "the epoch goes above any that an agent saw",
+        CONTROL + "model/recovery.py",
+        "    if highest >= state.epoch and highest >",
+        "    if False and highest >",
+    ),
+    Mutant(
+        "no_claim",
+        "a lease is claimed by one request",
+        AGENT + "destination.py",
+        'if leg.claimed_by not in ("", request_id):',
+        "if False:",
+    ),
+    Mutant(
+        "one_rank_done",
+        "the reader has stopped when all its ranks have",
+        AGENT + "source.py",
+        "lease.ranks_done >= self._out.num_ranks",
+        "lease.ranks_done >= 1",
+    ),
+    Mutant(
+        "one_rank_unserved",
+        "the range goes when all ranks say no",
+        AGENT + "source.py",
+        "lease.ranks_unserved >= self._out.num_ranks",
+        "lease.ranks_unserved >= 1",
+    ),
+    Mutant(
+        "first_rank_ends_load",
+        "a load ends with its last rank",
+        AGENT + "destination.py",
+        ("        if load.ranks_left:\n            return\n        self._holds.release"),
+        "        self._holds.release",
+    ),
+    Mutant(
+        "superseded_reader_gone",
+        "another boot does not prove the old one dead",
+        CONTROL + "model/recovery.py",
+        '            w.put_lease(lease.ended(LeaseState.FAILED, "DESTINATION_RESTARTED", w.now_ns))',
+        '            lease_events.reader_gone(w, lease, LeaseState.FAILED, "X")',
+    ),
+    Mutant(
+        "expiry_stops_reader",
+        "an expiry in the books proves nothing of the reader",
+        CONTROL + "model/lease_events.py",
+        ('            _end(w, lease, LeaseState.EXPIRED, "DEADLINE")\n\n\ndef forget'),
+        (
+            '            lease = _end(w, lease, LeaseState.EXPIRED, "DEADLINE")\n'
+            "            reader_is_stopped(w, lease)\n"
+            "\n"
+            "\n"
+            "def forget"
+        ),
+    ),
+    Mutant(
+        "hello_hides_grants",
+        "a hello carries the whole inventory",
+        AGENT + "scheduler.py",
+        "for grant in self.destination.open_grants:",
+        "for grant in ():",
+    ),
+    Mutant(
+        "eager_no_quarantine",
+        "an eager read that hangs keeps its blocks",
+        AGENT + "eager.py",
+        "        self.holds.quarantine(job.piece.hold)\n",
+        "        self.holds.release(job.piece.hold)\n",
+    ),
+    Mutant(
+        "eager_publishes_failed",
+        "an eager read that failed enters nothing",
+        AGENT + "eager.py",
+        "        if piece.published:\n",
+        "        if True:\n",
+    ),
+    Mutant(
+        "renew_dest_first",
+        "the source is extended first, then the destination",
+        CONTROL + "model/lease_events.py",
+        ("    assert lease.renewal is not None\n    w.command(\n        lease.source,"),
+        (
+            "    assert lease.renewal is not None\n"
+            "    dest = w.worker(lease.destination)\n"
+            "    if dest is not None:\n"
+            "        w.command(lease.destination, Extend(lease_id, lease.version, lease.renewal.ttl_ns, w.limits.guard_ns, dest.clock, False))\n"
+            "    w.command(\n"
+            "        lease.source,"
+        ),
+    ),
+    Mutant(
+        "make_room_takes_leases",
+        "pressure takes no leased range",
+        AGENT + "source.py",
+        ("        if self._store.free_blocks >= wanted_free:\n            return\n        hard"),
+        (
+            "        for lease in list(self._leases.values()):\n"
+            '            self._close(lease, "PRESSURE")\n'
+            "        if self._store.free_blocks >= wanted_free:\n"
+            "            return\n"
+            "        hard"
+        ),
+    ),
+    Mutant(
+        "session_end_releases_leases",
+        "a session's end leaves leased ranges",
+        AGENT + "source.py",
+        '                self._forget(replica, "RELEASED")\n',
+        (
+            '                self._forget(replica, "RELEASED")\n'
+            "        for lease in list(self._leases.values()):\n"
+            '            self._close(lease, "RELEASED")\n'
+        ),
+    ),
+    Mutant(
+        "no_boot_id_check",
+        "a message for another boot is dropped",
+        AGENT + "conversation.py",
+        "if response.boot_id != self.hello.boot_id:",
+        "if False:",
+    ),
+    Mutant(
+        "reserve_no_reader_stop_on_reconnect",
+        "a reader that came back without the lease has stopped",
+        CONTROL + "model/recovery.py",
+        '        lease_events.reader_gone(w, lease, LeaseState.FAILED, "RECONNECTED")',
+        "        pass",
+    ),
+    Mutant(
+        "lookup_never_gives_up",
+        "a lookup answers in bounded time",
+        AGENT + "destination.py",
+        (
+            "            if now - looked < leg.lookup_wait_ns:\n"
+            "                return None\n"
+            '            return self._no(request_id, "GRANT_TIMEOUT")'
+        ),
+        "            return None",
+    ),
+    Mutant(
+        "abandon_ignored",
+        "a load whose request is gone is abandoned",
+        AGENT + "destination.py",
+        '            self._out.order(m.Abandon(request_id, "REQUEST_ENDED"))\n',
+        "            pass\n",
+    ),
+    Mutant(
+        "stall_never",
+        "a read that stands still is given up",
+        AGENT + "transfers.py",
+        "if now > state.posted_ns + READ_STALL_NS:",
+        "if False:",
+    ),
+    Mutant(
+        "dest_extend_stale_asof",
+        "an extension counts from a fresh as_of",
+        AGENT + "destination.py",
+        "deadline = destination_deadline(command.as_of, command.ttl.ToNanoseconds())",
+        "deadline = self._clock() + command.ttl.ToNanoseconds()",
+    ),
+    Mutant(
+        "grant_twice_allowed",
+        "a lease is granted once",
+        AGENT + "destination.py",
+        ("        if command.lease_id in self._grants:\n            return\n"),
+        "",
+    ),
+    Mutant(
+        "source_never_expires",
+        "every hold ends in bounded time",
+        AGENT + "source.py",
+        "            if now >= lease.deadline_ns:\n",
+        "            if False:\n",
+    ),
+    Mutant(
+        "source_expires_early",
+        "a source never lets go before its deadline",
+        AGENT + "source.py",
+        "            if now >= lease.deadline_ns:\n",
+        "            if now >= lease.deadline_ns - 2_000_000_000:\n",
+    ),
+    Mutant(
+        "renewal_survives_reconnect",
+        "a reconnect stops a renewal under way",
+        CONTROL + "model/recovery.py",
+        "            w.put_lease(lease.renewal_over(), durable=False)",
+        "            pass",
+    ),
+    Mutant(
+        "fence_no_peer",
+        "a fence reaches the workers that read or were read",
+        CONTROL + "model/worker_events.py",
+        "            w.command(other.ref, PeerFenced(ref))",
+        "            pass",
+    ),
+    Mutant(
+        "epoch_not_checked",
+        "a stale epoch is not obeyed",
+        AGENT + "scheduler.py",
+        "if not current or batch.epoch < self.highest_epoch:",
+        "if not current:",
+    ),
+    Mutant(
+        "generation_not_checked",
+        "what another stream had queued is not obeyed",
+        AGENT + "scheduler.py",
+        "current = batch.generation == self._generation and batch.life.open",
+        "current = True",
+    ),
+    Mutant(
+        "hardened_version_ignored",
+        "a stale answer of the source grants nothing",
+        CONTROL + "model/lease_events.py",
+        "    if version != lease.version:\n        return  # no",
+        "    if False:\n        return  # no",
+    ),
+    Mutant(
+        "eager_below_watermark",
+        "an eager return leaves the pool its watermark",
+        AGENT + "eager.py",
+        "room = self.store.free_blocks - int(EAGER_FREE_SHARE * self.store.total_blocks)",
+        "room = self.store.free_blocks",
+    ),
+    Mutant(
+        "eager_outlives_session",
+        "the end of a session stops its eager return",
+        CONTROL + "model/turn_events.py",
+        "    eager_events.end_session(w, key)\n",
+        "",
+    ),
+    Mutant(
+        "turn_end_strands_lease",
+        "the end of a turn stops its leases",
+        CONTROL + "model/turn_events.py",
+        '        lease_events.stop(w, w.state.leases[lease_id], LeaseState.REVOKED, "TURN_ENDED")\n',
+        "        pass\n",
+    ),
+    Mutant(
+        "quarantine_uncapped",
+        "unprovable quarantine is capped",
+        AGENT + "destination.py",
+        "if self._holds.quarantined_blocks > QUARANTINE_SHARE * self._store.total_blocks:",
+        "if False:",
+    ),
+)

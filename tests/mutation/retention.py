@@ -1,0 +1,276 @@
+# ruff: noqa: E501
+"""Ways to break retention and the budgets."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import AGENT, CONTROL, Mutant
+
+__all__ = ["RETENTION"]
+
+RETENTION = (
+    Mutant(
+        "hold_uncapped",
+        "no hold outlasts the longest retention",
+        CONTROL + "model/retention.py",
+        "    return min(wanted, limits.retention_max_ns)",
+        "    return wanted",
+        (
+            "tests/unit/controlplane/test_retention.py",
+            "tests/unit/controlplane/test_retention_events.py",
+        ),
+    ),
+    Mutant(
+        "hint_not_heard",
+        "a hold lasts for what the client expects",
+        CONTROL + "model/retention.py",
+        "        wanted = max(wanted, 4 * absence.expected_ns)\n",
+        "        pass\n",
+        (
+            "tests/unit/controlplane/test_retention.py",
+            "tests/unit/controlplane/test_retention_events.py",
+        ),
+    ),
+    Mutant(
+        "relief_takes_running",
+        "what a turn is using does not go",
+        CONTROL + "model/retention_events.py",
+        "        if session is None or session.running():",
+        "        if session is None:",
+        (
+            "tests/unit/controlplane/test_retention.py",
+            "tests/unit/controlplane/test_retention_events.py",
+        ),
+    ),
+    Mutant(
+        "relief_every_beat",
+        "a worker is given time to show relief",
+        CONTROL + "model/retention_events.py",
+        " or w.now_ns < w.state.relieved_ns.get(ref.worker_id, 0):",
+        ":",
+        (
+            "tests/unit/controlplane/test_retention.py",
+            "tests/unit/controlplane/test_retention_events.py",
+        ),
+    ),
+    Mutant(
+        "relief_never_for_free",
+        "few free blocks are relieved",
+        CONTROL + "model/retention_events.py",
+        "        int(limits.free_share_relief * pool.total_blocks) - pool.free_blocks,",
+        "        0,",
+        (
+            "tests/unit/controlplane/test_retention.py",
+            "tests/unit/controlplane/test_retention_events.py",
+        ),
+    ),
+    Mutant(
+        "relief_never_for_held",
+        "too many held blocks are relieved",
+        CONTROL + "model/retention_events.py",
+        "        pool.held_blocks - int(limits.held_share_worker * pool.total_blocks),",
+        "        0,",
+        (
+            "tests/unit/controlplane/test_retention.py",
+            "tests/unit/controlplane/test_retention_events.py",
+        ),
+    ),
+    Mutant(
+        "tenant_held_unbounded",
+        "a tenant holds its share of a worker at most",
+        CONTROL + "model/retention_events.py",
+        "        if share and excess > 0:",
+        "        if False:",
+        (
+            "tests/unit/controlplane/test_retention.py",
+            "tests/unit/controlplane/test_retention_events.py",
+        ),
+    ),
+    Mutant(
+        "relief_takes_from_all",
+        "who holds little does not pay for who holds much",
+        CONTROL + "model/retention_events.py",
+        "    excess -= go(beyond, min(excess, sum(beyond.values())))\n",
+        "",
+        (
+            "tests/unit/controlplane/test_retention.py",
+            "tests/unit/controlplane/test_retention_events.py",
+        ),
+    ),
+    Mutant(
+        "relief_takes_too_much",
+        "no more goes than it takes",
+        CONTROL + "model/retention.py",
+        "        going.append((candidate, min(blocks, candidate.blocks)))",
+        "        going.append((candidate, candidate.blocks))",
+        (
+            "tests/unit/controlplane/test_retention.py",
+            "tests/unit/controlplane/test_retention_events.py",
+        ),
+    ),
+    Mutant(
+        "corrects_always",
+        "a hold that differs little is left as it is",
+        CONTROL + "model/retention_events.py",
+        "    if abs(wanted_ns - announced_ns) > w.limits.retention_slack * announced_ns:",
+        "    if True:",
+        (
+            "tests/unit/controlplane/test_retention.py",
+            "tests/unit/controlplane/test_retention_events.py",
+        ),
+    ),
+    Mutant(
+        "prefill_held_for_the_session",
+        "a hint does not move what prefill holds",
+        CONTROL + "model/retention_events.py",
+        "        if worker is None or worker.role is WorkerRole.PREFILL:",
+        "        if worker is None:",
+        (
+            "tests/unit/controlplane/test_retention.py",
+            "tests/unit/controlplane/test_retention_events.py",
+        ),
+    ),
+    Mutant(
+        "agent_never_softens",
+        "a hold ends with its retention",
+        AGENT + "source.py",
+        "            if replica.hold is not None and now >= replica.expires_ns:",
+        "            if False:",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py",
+            "tests/unit/dataplane/test_eager.py",
+            "tests/unit/dataplane/test_hazards.py",
+        ),
+    ),
+    Mutant(
+        "agent_ignores_no_retention",
+        "a retention of nothing ends the hold",
+        AGENT + "source.py",
+        '        if retention_ns <= 0:\n            self._soften(replica, "RELEASED")',
+        "        if False:\n            pass",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py",
+            "tests/unit/dataplane/test_eager.py",
+            "tests/unit/dataplane/test_hazards.py",
+        ),
+    ),
+    Mutant(
+        "agent_trims_all",
+        "a trimmed replica keeps its start",
+        AGENT + "source.py",
+        "            replica.hold = self._holds.take(HoldKind.REPLICA, whole.block_ids[:keep_blocks])\n            self._holds.release(whole)",
+        "            replica.hold = self._holds.take(HoldKind.REPLICA, whole.block_ids[-keep_blocks:])\n            self._holds.release(whole)",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py",
+            "tests/unit/dataplane/test_eager.py",
+            "tests/unit/dataplane/test_hazards.py",
+        ),
+    ),
+    Mutant(
+        "agent_trim_frees_first",
+        "a block of old and new holds is never free between",
+        AGENT + "source.py",
+        "            replica.hold = self._holds.take(HoldKind.REPLICA, whole.block_ids[:keep_blocks])\n            self._holds.release(whole)",
+        "            self._holds.release(whole)\n            replica.hold = self._holds.take(HoldKind.REPLICA, whole.block_ids[:keep_blocks])",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py",
+            "tests/unit/dataplane/test_eager.py",
+            "tests/unit/dataplane/test_hazards.py",
+        ),
+    ),
+    Mutant(
+        "agent_longest_goes_first",
+        "under pressure the soonest to expire goes first",
+        AGENT + "source.py",
+        "            key=lambda r: r.expires_ns,",
+        "            key=lambda r: -r.expires_ns,",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py",
+            "tests/unit/dataplane/test_eager.py",
+            "tests/unit/dataplane/test_hazards.py",
+        ),
+    ),
+    Mutant(
+        "soft_unbounded",
+        "so many soft replicas are remembered at most",
+        AGENT + "source.py",
+        "        for replica in soft[: max(0, len(soft) - MAX_SOFT_REPLICAS)]:",
+        "        for replica in soft[:0]:",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py",
+            "tests/unit/dataplane/test_eager.py",
+            "tests/unit/dataplane/test_hazards.py",
+        ),
+    ),
+    Mutant(
+        "soft_not_shortened",
+        "a soft replica is as long as its blocks are there",
+        AGENT + "source.py",
+        "                if index < replica.available and replica.hold is None:\n                    replica.available = index",
+        "                if False:\n                    replica.available = index",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py",
+            "tests/unit/dataplane/test_eager.py",
+            "tests/unit/dataplane/test_hazards.py",
+        ),
+    ),
+    Mutant(
+        "hardens_beyond_what_stayed",
+        "a block that is computed again is not hardened",
+        AGENT + "source.py",
+        "replica.hashes[start : min(end, replica.available)]:",
+        "replica.hashes[start:end]:",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py",
+            "tests/unit/dataplane/test_eager.py",
+            "tests/unit/dataplane/test_hazards.py",
+        ),
+    ),
+    Mutant(
+        "leased_unbounded",
+        "leases hold their share of a worker at most",
+        CONTROL + "model/admission.py",
+        "    if total > capacity:\n        reason, over",
+        "    if False:\n        reason, over",
+        ("tests/unit/controlplane/test_admission.py",),
+    ),
+    Mutant(
+        "tenant_leased_unbounded",
+        "a tenant leases its share of a worker at most",
+        CONTROL + "model/admission.py",
+        "    if own_share and has > (own := int(own_share * size)):",
+        "    if False and has > (own := int(own_share * size)):",
+        ("tests/unit/controlplane/test_admission.py",),
+    ),
+    Mutant(
+        "tenant_unfair",
+        "beyond the calm share a tenant has an equal part",
+        CONTROL + "model/admission.py",
+        "    if total > calm and has > fair:",
+        "    if False:",
+        ("tests/unit/controlplane/test_admission.py",),
+    ),
+    Mutant(
+        "victims_just_granted",
+        "a lease is not stopped for another before its request can be here",
+        CONTROL + "model/admission.py",
+        "    found = [x for x in found if x.grant_ns <= old_ns]\n",
+        "",
+        ("tests/unit/controlplane/test_admission.py",),
+    ),
+    Mutant(
+        "watermark_ignored",
+        "a worker without free blocks is asked for nothing",
+        CONTROL + "model/admission.py",
+        '    if _under_watermark(limits, source):\n        return "WORKER_WATERMARK", []\n',
+        "",
+        ("tests/unit/controlplane/test_admission.py",),
+    ),
+    Mutant(
+        "quarantine_ignored",
+        "a worker full of quarantine is granted nothing",
+        CONTROL + "model/lease_events.py",
+        "    if admission.quarantine_full(w.limits, destination):\n        fail",
+        "    if False:\n        fail",
+        ("tests/unit/controlplane/test_admission.py",),
+    ),
+)
