@@ -60,8 +60,8 @@ CORE = (
         "no_guard_check",
         "a grant comes within the guard of the asking",
         CONTROL + "model/lease_events.py",
-        "if w.now_ns - lease.create_ns > w.limits.guard_ns:",
-        "if False:",
+        "    if not lease.push and w.now_ns - lease.create_ns > w.limits.guard_ns:",
+        "    if False:",
     ),
     Mutant(
         "no_renew_guard",
@@ -285,13 +285,11 @@ CORE = (
         "expiry_stops_reader",
         "an expiry in the books proves nothing of the reader",
         CONTROL + "model/lease_events.py",
-        ('            _end(w, lease, LeaseState.EXPIRED, "DEADLINE")\n\n\ndef forget'),
+        '            _end(w, lease, LeaseState.EXPIRED, "DEADLINE")\n        lease = w',
         (
             '            lease = _end(w, lease, LeaseState.EXPIRED, "DEADLINE")\n'
             "            reader_is_stopped(w, lease)\n"
-            "\n"
-            "\n"
-            "def forget"
+            "        lease = w"
         ),
     ),
     Mutant(
@@ -364,7 +362,10 @@ CORE = (
         "reserve_no_reader_stop_on_reconnect",
         "a reader that came back without the lease has stopped",
         CONTROL + "model/recovery.py",
-        '        lease_events.reader_gone(w, lease, LeaseState.FAILED, "RECONNECTED")',
+        (
+            "        # destination-lacks, ended-destination-lacks\n"
+            '        lease_events.reader_gone(w, lease, LeaseState.FAILED, "RECONNECTED")'
+        ),
         "        pass",
     ),
     Mutant(
@@ -424,8 +425,8 @@ CORE = (
         "renewal_survives_reconnect",
         "a reconnect stops a renewal under way",
         CONTROL + "model/recovery.py",
-        "            w.put_lease(lease.renewal_over(), durable=False)",
-        "            pass",
+        "            lease = lease.renewal_over()  # noqa: PLW2901\n",
+        "",
     ),
     Mutant(
         "fence_no_peer",

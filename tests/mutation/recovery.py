@@ -324,7 +324,7 @@ RECOVERY = (
         "fence_keeps_the_readers_hold",
         "a fence ends what the dead boot read",
         CONTROL + "model/worker_events.py",
-        '            lease_events.reader_gone(w, lease, LeaseState.REVOKED, "FENCED")',
+        "            lease_events.reader_gone(w, lease, LeaseState.REVOKED, reason)",
         "            pass",
         (
             "tests/unit/controlplane/test_recovery.py",
@@ -336,7 +336,7 @@ RECOVERY = (
         "lost_source_goes_on",
         "a lease whose source is lost is stopped",
         CONTROL + "model/worker_events.py",
-        '            lease_events.fail(w, lease, "SOURCE_LOST")',
+        "            lease_events.fail(w, lease, lease_events.SOURCE_LOST)",
         "            pass",
         (
             "tests/unit/controlplane/test_recovery.py",

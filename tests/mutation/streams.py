@@ -144,7 +144,7 @@ STREAMS = (
         "hardens_anothers_range",
         "only what was asked for is granted",
         CONTROL + "model/lease_events.py",
-        "    if not (\n        lease.ask_range.start <= blocks.range.start and blocks.range.end <= lease.ask_range.end\n    ):\n",
+        "    if not lease.push and not (\n        lease.ask_range.start <= blocks.range.start and blocks.range.end <= lease.ask_range.end\n    ):\n",
         "    if False:\n",
         (
             "tests/unit/controlplane/test_registry.py",
