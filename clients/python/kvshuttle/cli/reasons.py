@@ -81,6 +81,29 @@ _PLANS = {
     ),
 }
 
+# Why what a turn left was not returned before the next one asked for it.
+_EAGER = {
+    "NO_PREFILL_LEG": _fine("the turn ran on one worker only"),
+    "NEXT_TURN_BEGAN": _fine("the next turn was there already, and reads what it wants itself"),
+    "ALREADY_UNDER_WAY": _fine("the same, or more, is on its way already"),
+    "TOO_SHORT": _fine("so few tokens are computed, not moved"),
+    "WORKER_NOT_READY": Reason(
+        "one of the two workers is draining, or its connection is lost", "see kvshuttle workers"
+    ),
+    "NO_PREFILL_WORKER": _fine("the worker that had the turn's prefill decodes too (role both)"),
+    "NO_PREFIX_CACHE": Reason(
+        "prefill's prefix cache is off, so there is no place for it",
+        "start it with --enable-prefix-caching",
+    ),
+    "QUEUE_FULL": Reason(
+        "too many returns waited for a place at this worker", "add prefill workers"
+    ),
+    "WOULD_EVICT": Reason(
+        "another lease would have had to give way",
+        "add decode workers, or raise leased_share",
+    ),
+}
+
 _BUDGETS = {
     "TENANT_BUDGET": Reason(
         "the tenant's leases already hold its share of the source's blocks",
@@ -342,7 +365,7 @@ _CALLS = {
     ),
 }
 
-REASONS: Final[dict[str, Reason]] = _CALLS | _LEASES | _LEGS | _BUDGETS | _FORWARD | _PLANS
+REASONS: Final[dict[str, Reason]] = _CALLS | _LEASES | _LEGS | _BUDGETS | _EAGER | _FORWARD | _PLANS
 
 _UNKNOWN = Reason(
     "this program does not know the word",
