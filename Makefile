@@ -56,7 +56,7 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 
 # ----------------------------------------------------------------------------------- tests
 
-.PHONY: test test-fast lint proto sim sim-exhaustive mutants bench-controlplane bench-idle bench-retention bench-ttft clean
+.PHONY: test test-fast lint dashboards proto sim sim-exhaustive mutants bench-controlplane bench-idle bench-retention bench-ttft clean
 test: model lint ## lint and all tests, those on real engines too
 	@$(BIN)/python -m pytest tests --durations=15 $(ARGS)
 
@@ -65,6 +65,9 @@ test-fast: lint ## lint and the tests that need no engine and little time
 
 lint: $(VENV)/.dev ## style, types, layers, the API's rules, the stubs
 	@VENV=$(VENV) scripts/lint.sh
+
+dashboards: $(VENV)/.dev ## writes deploy/grafana from scripts/dashboard_panels.py
+	@$(BIN)/python -m scripts.dashboards
 
 proto: $(VENV)/.dev ## generates the Python stubs from proto/
 	@VENV=$(VENV) scripts/proto.sh
