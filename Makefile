@@ -56,7 +56,7 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 
 # ----------------------------------------------------------------------------------- tests
 
-.PHONY: test test-fast lint dashboards proto sim sim-exhaustive mutants bench-controlplane bench-idle bench-retention bench-ttft clean
+.PHONY: test test-fast lint dashboards proto sim sim-exhaustive soak mutants bench-controlplane bench-idle bench-retention bench-ttft clean
 test: model lint ## lint and all tests, those on real engines too
 	@$(BIN)/python -m pytest tests --durations=15 $(ARGS)
 
@@ -80,6 +80,11 @@ sim: $(VENV)/.dev ## the lease protocol on virtual time: seeded faults, invarian
 
 sim-exhaustive: $(VENV)/.dev ## every order of events around one lease, as far as a minute goes
 	@$(BIN)/python -m tests.simulation.exhaustive $(ARGS)
+
+# make soak MINUTES=5; ARGS="--seed 7 --kill-engines"; ARGS="--plant wrong-kv" must fail
+MINUTES ?= 30
+soak: model ## random traffic and trouble on real engines, both oracles; MINUTES=30
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)
 
 mutants: $(VENV)/.dev ## breaks each rule of the lease protocol in turn: does a test see it?
 	@$(BIN)/python -m tests.mutation $(ARGS)

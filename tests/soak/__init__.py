@@ -1,0 +1,1 @@
+"""Random traffic on real engines with both oracles: see `__main__`."""
