@@ -192,7 +192,7 @@ def _ours(
     # reset; lazy ones do without, as upstream's.
     prefix_caching = bool(kind.eager) or scenario == "kept"
     flag = "--eager" if kind.eager else "--no-eager"
-    control_plane = ControlPlane(directory=directory, extra_args=[flag])
+    control_plane = ControlPlane(directory=directory, extra_args=[flag, "--direct-tokens", "0"])
     stack.start(control_plane)
     engines = [
         Engine(

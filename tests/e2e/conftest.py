@@ -161,7 +161,8 @@ def logs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 def store_args(logs: Path) -> list[str]:
     """On disk, so that the control plane can be stopped and started between turns."""
-    return ["--store", str(logs / "controlplane.sqlite")]
+    # Short turns too go to prefill: what is moved is what most tests are about.
+    return ["--store", str(logs / "controlplane.sqlite"), "--direct-tokens", "0"]
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvshuttle.controlplane.clock import Timeline
 from kvshuttle.controlplane.model.errors import DomainError
+from kvshuttle.controlplane.model.prefixes import interval
 from kvshuttle.controlplane.model.registry import Registry
 from kvshuttle.controlplane.planner import Planner
 from kvshuttle.controlplane.services.convert import duration
@@ -109,7 +110,7 @@ class ControlPlane:
             snapshot = prepare(snapshot)
             self.registry = Registry(
                 limits,
-                Planner(min_tokens=limits.min_tokens),
+                Planner(limits.min_tokens, limits.direct_tokens),
                 accept_lineage_change=accept_lineage,
             )
             decision = self.registry.start(self.clock.now_ns(), snapshot, lineage)
@@ -293,6 +294,7 @@ class ControlPlane:
             clock_drift_ppm=limits.clock_drift_ppm,
             peers=[peer_out(peer) for peer in welcome.peers],
             default_retention=duration(limits.retention_ns),
+            checkpoint_interval=interval(limits, welcome.worker.block_size),
         )
 
     def _attach(self, connection: _Connection) -> None:

@@ -63,6 +63,6 @@ def _choose(
         return ForwardMode.PULL, "DESTINATION_FULL"
     here = plan.return_mode in (ReturnMode.LAZY, ReturnMode.EAGER)
     computed = max(0, prompt_tokens - (plan.reusable_tokens if here else 0))
-    if planner.recompute_ns(prefill.ref.worker_id, computed) < limits.push_min_compute_ns:
+    if planner.rates.computes_ns(prefill.ref.worker_id, computed) < limits.push_min_compute_ns:
         return ForwardMode.PULL, "TOO_SHORT_TO_OVERLAP"
     return ForwardMode.PUSH, "OVERLAP_PAYS"

@@ -162,7 +162,7 @@ class Now:
             leased.add_metric([name], held.blocks.total if held is not None else 0)
             unstopped.add_metric([name], len(state.unstopped.get(name, ())))
             quarantine.add_metric([name], quarantine_full(self._registry.limits, worker))
-            rate.add_metric([name], self._registry.planner.prefill_rate(name))
+            rate.add_metric([name], self._registry.planner.rates.prefill_rate(name))
             eager_open.add_metric([name], state.eager_on[name])
             eager_waiting.add_metric([name], len(state.eager_waiting.get(name, ())))
             counters = worker.counters

@@ -130,7 +130,7 @@ class Server:
         snapshot = dataclasses.replace(snapshot, last_incarnation=numbers)
         self.registry = Registry(
             self.limits,
-            Planner(min_tokens=self.limits.min_tokens),
+            Planner(self.limits.min_tokens, self.limits.direct_tokens),
             accept_lineage_change=settings.accept_lineage_change or path is None,
         )
         self.hubs = Hubs(self.limits, (snapshot.epoch + 1) * REVISIONS_PER_EPOCH)

@@ -156,6 +156,18 @@ class Settings(BaseSettings):
     min_tokens: int = Field(
         _D.min_tokens, ge=1, description="Fewer missing tokens than this are computed, not moved"
     )
+    direct_tokens: int = Field(
+        _D.direct_tokens,
+        ge=0,
+        description="A turn with no more new tokens than this may run at decode alone, where its "
+        "KV is; 0: never",
+    )
+    prefix_index: int = Field(
+        _D.prefix_index_hashes,
+        ge=0,
+        description="Hashes kept by which sessions find what others of their tenant hold (0.2 KB "
+        "each); 0: sessions find only their own",
+    )
     turn_timeout: float = Field(
         _D.turn_timeout_ns / SECOND,
         gt=0,
@@ -290,6 +302,8 @@ class Settings(BaseSettings):
             forward=self.forward,
             eager=self.eager,
             min_tokens=self.min_tokens,
+            direct_tokens=self.direct_tokens,
+            prefix_index_hashes=self.prefix_index,
             turn_timeout_ns=ns(self.turn_timeout),
             leased_share_worker=self.leased_share,
             leased_share_tenant=self.tenant_leased_share,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from kvshuttle.dataplane import extensions
 from kvshuttle.dataplane import messages as m
+from kvshuttle.dataplane.checkpoints import checkpoints
 from kvshuttle.dataplane.clock import Clock, destination_deadline
 from kvshuttle.dataplane.counters import Counters
 from kvshuttle.dataplane.eager import EagerSide
@@ -90,6 +91,8 @@ class DestinationSide:
         self._eager = eager
         # Shared with the eager side.
         self._peers = eager.peers
+        # As the control plane said; 0 until it has.
+        self.checkpoint_interval = 0
 
     # Commands.
 
@@ -224,6 +227,11 @@ class DestinationSide:
                 return self._no(request_id, "")
             if not self._out.connected:
                 return self._no(request_id, "CONTROL_PLANE_DOWN")
+            if leg.may_ask and not leg.asked:
+                leg.asked = True
+                if not self._ask(leg, hashes, start, usable):
+                    leg.refused = "NO_PREFIX"
+                    return self._no(request_id, leg.refused)
             if now - looked < leg.lookup_wait_ns:
                 return None
             return self._no(request_id, "GRANT_TIMEOUT")
@@ -420,6 +428,25 @@ class DestinationSide:
                 needed.append(grant)
         return needed
 
+    def _ask(self, leg: TurnLeg, hashes: Sequence[bytes], have: int, usable: int) -> bool:
+        """Asks for what other sessions of the tenant have of this chain; false if it is too short
+        to be found. The answer is a grant, or a revoke without a lease."""
+        known = checkpoints(hashes, usable, self.checkpoint_interval)
+        if not known:
+            return False
+        self._out.emit(
+            agent_pb2.AgentEvent(
+                prefix_wanted=agent_pb2.PrefixWanted(
+                    turn_token=leg.token,
+                    leg=leg.leg,
+                    checkpoints=known,
+                    have_blocks=have,
+                    usable_blocks=usable,
+                )
+            )
+        )
+        return True
+
     def _unqueue(self, request_id: str, key: LegKey) -> None:
         if self._queued.get(key) == request_id:
             del self._queued[key]
@@ -455,7 +482,7 @@ class DestinationSide:
         say_stopped(self._out, lease_id, outcome, reason)
 
 
-_NO_FALLBACK = frozenset({"", "LOCAL_HIT", "TOO_FEW_TOKENS", "REQUEST_ENDED"})
+_NO_FALLBACK = frozenset({"", "LOCAL_HIT", "NO_PREFIX", "TOO_FEW_TOKENS", "REQUEST_ENDED"})
 """Reasons for which nothing was hoped for or nothing was lost."""
 
 _DISCARDED = frozenset({"LATE", "SOURCE_LET_GO", "SOURCE_SILENT", "LEASE_EXPIRED"})

@@ -309,6 +309,8 @@ class SchedulerAgent:
                 self._highest_epoch = max(self._highest_epoch, item.epoch)
                 self._lineage = item.welcome.lineage_id
                 self.source.drift_ppm = item.welcome.clock_drift_ppm
+                self.source.checkpoint_interval = item.welcome.checkpoint_interval
+                self.destination.checkpoint_interval = item.welcome.checkpoint_interval
                 for peer in item.welcome.peers:
                     self._add_peer(peer)
             case StreamDown():
@@ -409,6 +411,7 @@ class SchedulerAgent:
                 retention_ns=expect.retention.ToNanoseconds(),
                 min_tokens=expect.min_tokens,
                 replica_blocks=expect.replica_blocks,
+                may_ask=expect.may_ask,
             )
         )
 

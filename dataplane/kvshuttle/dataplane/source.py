@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvshuttle.dataplane import messages as m
+from kvshuttle.dataplane.checkpoints import checkpoints
 from kvshuttle.dataplane.clock import Clock, source_deadline
 from kvshuttle.dataplane.holds import BlockStore, Hold, HoldKind, HoldTable
 from kvshuttle.dataplane.limits import MAX_SOFT_REPLICAS
@@ -92,6 +93,8 @@ class SourceSide:
         self._reused: list[int] = []
         self.drift_ppm = 200
         self.draining = False
+        # As the control plane said; 0 until it has.
+        self.checkpoint_interval = 0
 
     # Replicas.
 
@@ -481,6 +484,11 @@ class SourceSide:
             num_tokens=replica.available * self._block_size,
             state=session_pb2.REPLICA_STATE_HARD if hard else session_pb2.REPLICA_STATE_SOFT,
         )
+        if leg != types_pb2.LEG_PREFILL:
+            # What prefill leaves is let go of as soon as decode has it.
+            offered.checkpoints.extend(
+                checkpoints(replica.hashes, replica.available, self.checkpoint_interval)
+            )
         if hard:
             offered.hold_remaining.FromNanoseconds(max(0, replica.expires_ns - self._clock()))
         return offered

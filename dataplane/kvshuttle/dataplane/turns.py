@@ -50,6 +50,9 @@ class TurnLeg:
     retention_ns: int
     min_tokens: int
     replica_blocks: int = 0
+    # Whether its request may ask for what other sessions of the tenant have, and whether it has.
+    may_ask: bool = False
+    asked: bool = False
     # Set when the lease that this leg waits for will not be granted.
     refused: str = ""
     # The request that reads under the lease: a lease is used once, other children recompute.
@@ -60,7 +63,8 @@ class TurnLeg:
     @property
     def hopes(self) -> bool:
         """Whether a grant may still come."""
-        return not self.refused and not self.settled and bool(self.lease_id or self.lease_follows)
+        may_come = bool(self.lease_id or self.lease_follows or self.may_ask)
+        return not self.refused and not self.settled and may_come
 
 
 class TurnBook:

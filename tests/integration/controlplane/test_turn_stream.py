@@ -97,6 +97,8 @@ def shape(message: Any) -> Any:
         message.turn_token = ""
     if hasattr(message, "turn"):
         message.turn.ClearField("begin_time")
+        message.turn.plan.ClearField("predicted_ttft")  # the other one's turn queues before it
+        message.turn.plan.ClearField("candidates")
         message.turn.ClearField("end_time")
     if isinstance(message, sessions.UpdateSessionResponse):
         for name in ("create_time", "update_time", "version", "turns"):

@@ -145,3 +145,41 @@ def test_what_is_ready_for_the_next_turn() -> None:
 def test_words_of_a_newer_server() -> None:
     story = one(turn(return_mode=9, reason="FROM_THE_FUTURE"))
     assert "does not know" in story.plan
+
+
+def test_what_was_compared_is_shown_beside_what_happened() -> None:
+    made = turn(cached=320, placement="KV_IS_THERE")
+    made.plan.predicted_ttft.FromMilliseconds(100)
+    made.plan.candidates.extend(
+        [
+            sessions.Candidate(
+                prefill_worker_id="p",
+                decode_worker_id="d",
+                return_mode=sessions.RETURN_MODE_LAZY,
+                ttft_us=100_000,
+                transfer_us=17_000,
+                compute_us=73_000,
+                forward_us=10_000,
+                compute_tokens=80,
+                assumed=["LINK_RATE"],
+            ),
+            sessions.Candidate(
+                decode_worker_id="d",
+                return_mode=sessions.RETURN_MODE_DIRECT,
+                ttft_us=90_000,
+                compute_us=90_000,
+                rejected="LONG_PROMPT",
+            ),
+        ]
+    )
+    told = one(made, lease(tokens=320))
+    first, second = told.compared
+    assert (first.where, first.how, first.chosen) == ("p → d", "move, then compute", True)
+    assert "17 ms move, 73 ms compute, 10 ms on to decode" in first.parts
+    assert first.note.startswith("LINK_RATE: nobody has reported")
+    assert (second.where, second.chosen) == ("d", False)
+    assert second.note.startswith("not chosen: LONG_PROMPT")
+    assert told.placement.startswith("prefill on p, decode on d: KV_IS_THERE")
+    assert (told.actual.first_token_s, told.actual.off) == (0.2, 2.0)
+    assert (told.actual.moved_s, told.actual.computed_tokens) == (0.005, 80)
+    assert one(turn(cached=320)).actual is None

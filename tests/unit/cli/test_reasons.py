@@ -15,7 +15,7 @@ WORD = re.compile(r"[A-Z]+(_[A-Z]+)+")
 MODEL = sorted((ROOT / "controlplane/kvshuttle/controlplane/model").glob("*.py"))
 SOURCES = [
     *MODEL,
-    ROOT / "controlplane/kvshuttle/controlplane/planner.py",
+    *sorted((ROOT / "controlplane/kvshuttle/controlplane/planner").glob("*.py")),
     ROOT / "controlplane/kvshuttle/controlplane/forwarding.py",
     *(
         ROOT / "dataplane/kvshuttle/dataplane" / f"{name}.py"

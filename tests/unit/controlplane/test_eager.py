@@ -262,3 +262,80 @@ def test_a_restart_keeps_the_count_until_the_inventories_say_otherwise(world: Wo
     world.pair()
     assert not +world.state.eager_on
     assert world.state.eager_of == {}
+
+
+def why_not(world: World) -> list[object]:
+    """Reasons told for what was not begun, by the last event."""
+    return [x.values["reason"] for x in world.effects.facts if x.name == "eager_return_skipped"]
+
+
+def test_a_reason_is_told_where_nothing_is_begun() -> None:
+    world = World(Limits(eager_leases_per_worker=1, eager_waiting_per_worker=1))
+    _, decode = world.pair()
+    world.begin()
+    world.offer(decode, 19)
+    ended = world.begin(policy=ReturnPolicy.NEVER)
+    world.offer(decode, 20, ended)
+    assert why_not(world) == ["POLICY_NEVER"]
+    overtaken = world.begin()
+    world.begin()
+    world.offer(decode, 21, overtaken)
+    assert why_not(world) == ["NEXT_TURN_BEGAN"]
+    short = world.begin()
+    world.offer(decode, 1, short)
+    assert why_not(world) == ["TOO_SHORT"]
+    world.offer(decode, 30, world.begin())
+    assert why_not(world) == []
+    reasons = []
+    for name in ("a", "b"):
+        key = SessionKey("t", name)
+        turn = world.begin(key=key)
+        report = ReplicaReport(
+            key, name.encode(), 20, 640, ReplicaState.HARD, 300 * SECOND, turn.token, Leg.DECODE
+        )
+        world.agent(decode, "offered", report)
+        reasons += why_not(world)
+    assert reasons == ["QUEUE_FULL"]
+    world.connect("p", WorkerRole.PREFILL, prefix_caching=False)
+    world.offer(decode, 40, world.begin())
+    assert why_not(world) == ["NO_PREFIX_CACHE"]
+
+
+def test_the_target_is_the_prefill_worker_that_will_get_the_next_turn() -> None:
+    world = World()
+    prefill, decode = world.pair()
+    other = world.connect("p2", WorkerRole.PREFILL)
+    turn = world.begin()
+    assert turn.prefill is not None
+    assert turn.prefill.worker == prefill
+    for number in range(3):
+        world.registry.planner.rates.give(f"busy-{number}", "p", 2_000)
+    world.offer(decode, 20, turn)
+    (order,) = world.told(decode, c.Harden)
+    assert order.destination == other
+
+
+def test_a_turn_at_decode_alone_goes_back_to_where_prompts_were_computed() -> None:
+    world = World()
+    prefill, decode = world.pair()
+    first = world.begin(prompt_tokens=600)
+    world.offer(decode, 20, first)
+    world.told(decode, c.Harden)
+    world.do(world.registry.end_turn(world.now, KEY, 1, TurnOutcome.COMPLETED))
+    second = world.begin(prompt_tokens=680)
+    assert (second.prefill, second.plan.return_mode) == (None, ReturnMode.DIRECT)
+    (expected,) = world.told(decode, c.ExpectTurn)[-1:]
+    assert (expected.leg, expected.lease_id, expected.lease_follows) == (Leg.DECODE, "", False)
+    world.offer(decode, 22, second)
+    (order,) = world.told(decode, c.Harden)
+    assert order.destination == prefill
+
+
+def test_no_turn_waits_for_a_lease_that_is_being_stopped() -> None:
+    world = World()
+    prefill, decode = world.pair()
+    ended_turn(world, decode)
+    grant = granted(world, prefill, decode)
+    world.do(world.registry.revoke(world.now, grant.lease_id, "OPERATOR"))
+    assert world.lease(grant.lease_id).open
+    assert world.begin().plan.reason == "CHEAPER_TO_MOVE"

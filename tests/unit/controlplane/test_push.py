@@ -400,7 +400,7 @@ def test_the_way_forward(
 
 
 def test_what_comes_back_is_not_computed_and_hides_nothing() -> None:
-    world = Pair(Limits(forward="auto"))
+    world = Pair(Limits(forward="auto", direct_tokens=0))
     world.land()
     world.offer(world.d, 30, world.turn)
     world.do(world.registry.end_turn(world.now, KEY, 1, TurnOutcome.COMPLETED))

@@ -68,7 +68,9 @@ class World:
     def start(self) -> None:
         """As after a crash: only the store remembers."""
         snapshot = self.store.load()
-        self.registry = Registry(self.limits, Planner(min_tokens=self.limits.min_tokens))
+        self.registry = Registry(
+            self.limits, Planner(self.limits.min_tokens, self.limits.direct_tokens)
+        )
         self.do(self.registry.start(self.now, snapshot, "lineage"))
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from kvshuttle.cli import human
+from kvshuttle.cli.predictions import Actual, Compared, actual, compared
 from kvshuttle.cli.reasons import NOTHING, reason
 from kvshuttle.cli.shape import seconds
 from kvshuttle.v1 import lease_service_pb2 as lease_pb
@@ -48,6 +49,10 @@ class Story:
     advice: str = ""
     """What to do about `outcome`; empty where there is nothing to do."""
     first_token: str = ""
+    compared: Sequence[Compared] = ()
+    """What the planner compared, the chosen one first."""
+    actual: Actual | None = None
+    """What happened, beside what was predicted."""
 
     @property
     def returned_tokens(self) -> int:
@@ -122,6 +127,8 @@ def _story(
         verdict=verdict,
         advice=advice,
         first_token=_first_token(turn, workers),
+        compared=compared(turn.plan),
+        actual=actual(turn, returns),
     )
 
 
@@ -129,6 +136,13 @@ def _placement(turn: pb.Turn) -> str:
     decode = turn.decode.worker.worker_id
     if not decode:
         return "where it ran is not remembered"
+    if turn.plan.placement:
+        prefill = turn.prefill.worker.worker_id
+        where = f"prefill on {prefill}, decode on {decode}" if prefill else f"all of it on {decode}"
+        why = f"{turn.plan.placement}: {reason(turn.plan.placement).meaning}"
+        if turn.plan.reusable_tokens:
+            why += f" ({human.count(turn.plan.reusable_tokens)} tokens of KV)"
+        return f"{where}: {why}"
     holds = turn.plan.reusable_tokens > 0
     why = (
         f"it held the longest copy of the conversation ({human.count(turn.plan.reusable_tokens)} "

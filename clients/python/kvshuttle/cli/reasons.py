@@ -71,6 +71,10 @@ _PLANS = {
         "leave X-KVShuttle-Return: never (ReturnPolicy NEVER) out, if that was not meant",
     ),
     "POLICY_ALWAYS": _fine("the request asked for a return, whatever the prediction said"),
+    "SHORT_PROMPT": _fine(
+        "so few tokens were new that decode, which holds the rest, was predicted to compute them "
+        "before prefill could have sent anything"
+    ),
     "EAGER_HIT": _fine(
         "what the turn before left was brought to prefill's cache when that turn ended"
     ),
@@ -90,7 +94,9 @@ _EAGER = {
     "WORKER_NOT_READY": Reason(
         "one of the two workers is draining, or its connection is lost", "see kvshuttle workers"
     ),
-    "NO_PREFILL_WORKER": _fine("the worker that had the turn's prefill decodes too (role both)"),
+    "NO_PREFILL_WORKER": Reason(
+        "no worker that only prefills takes new work", "start one, or end a drain"
+    ),
     "NO_PREFIX_CACHE": Reason(
         "prefill's prefix cache is off, so there is no place for it",
         "start it with --enable-prefix-caching",
@@ -102,6 +108,36 @@ _EAGER = {
         "another lease would have had to give way",
         "add decode workers, or raise leased_share",
     ),
+}
+
+_PLACEMENTS = {
+    "KV_IS_THERE": _fine("the conversation's KV was there, and nothing much waited there"),
+    "LEAST_LOADED": _fine("no KV of the session was anywhere, and it had the least to do"),
+    "SHORTER_QUEUE": _fine(
+        "so much waited where the KV was that another worker was predicted to be faster, with "
+        "the KV moved there"
+    ),
+    "NOT_WORTH_A_MOVE": _fine(
+        "it was predicted to be faster by too little to leave the KV for it", NOTHING
+    ),
+    "DIRECT_OFF": _fine(
+        "no turn runs at decode alone here", "--direct-tokens of the control plane allows it"
+    ),
+    "LENGTH_UNKNOWN": _fine(
+        "the caller did not say how long the prompt is, so nobody knew how much of it was new",
+        "give prompt_tokens_estimate in BeginTurn; the gateway does",
+    ),
+    "LONG_PROMPT": _fine(
+        "more was new than decode computes beside the answers that it generates",
+        "--direct-tokens of the control plane is the limit",
+    ),
+    "HISTORY_CHANGED": _fine(
+        "the last turn at decode alone found little of its history there: the client had changed it"
+    ),
+    "PREFILL_RATE": _fine(
+        "nobody has reported yet how fast this worker computes prompts: a slow one was assumed"
+    ),
+    "LINK_RATE": _fine("nobody has reported yet how fast this link is: 1 GB/s was assumed"),
 }
 
 _BUDGETS = {
@@ -248,6 +284,8 @@ _LEGS = {
     "LOCAL_HIT": _fine("the engine's own prefix cache already had it"),
     "TOO_FEW_TOKENS": _fine("so few tokens were missing that computing them was faster"),
     "REQUEST_ENDED": _fine("the request ended or was aborted in the meantime"),
+    "NO_PREFIX": _fine("no other session of the tenant held anything that it could have used"),
+    "PREFIX_FOUND": _fine("another session of the tenant held the same beginning"),
     "TURN_GONE_ON": Reason(
         "its request had gone on without it by the time it was granted",
         "the source's engine step is long: look at its load",
@@ -365,7 +403,9 @@ _CALLS = {
     ),
 }
 
-REASONS: Final[dict[str, Reason]] = _CALLS | _LEASES | _LEGS | _BUDGETS | _EAGER | _FORWARD | _PLANS
+REASONS: Final[dict[str, Reason]] = (
+    _CALLS | _LEASES | _LEGS | _BUDGETS | _EAGER | _FORWARD | _PLACEMENTS | _PLANS
+)
 
 _UNKNOWN = Reason(
     "this program does not know the word",

@@ -407,6 +407,7 @@ class AgentEvent(_message.Message):
     LEG_COMPUTED_FIELD_NUMBER: _builtins.int
     LEASES_NEEDED_FIELD_NUMBER: _builtins.int
     LEASES_EXTENDED_FIELD_NUMBER: _builtins.int
+    PREFIX_WANTED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def offered(self) -> Global___ReplicaOffered:
         """A request of a turn ended and its blocks are held."""
@@ -453,6 +454,10 @@ class AgentEvent(_message.Message):
     def leases_extended(self) -> Global___LeasesExtended:
         """The source obeyed an ExtendLeases."""
 
+    @_builtins.property
+    def prefix_wanted(self) -> Global___PrefixWanted:
+        """A leg's request looks for KV of other sessions of its tenant."""
+
     def __init__(
         self,
         *,
@@ -467,12 +472,13 @@ class AgentEvent(_message.Message):
         leg_computed: Global___LegComputed | None = ...,
         leases_needed: Global___LeasesNeeded | None = ...,
         leases_extended: Global___LeasesExtended | None = ...,
+        prefix_wanted: Global___PrefixWanted | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "event", b"event", "extended", b"extended", "hardened", b"hardened", "leases_extended", b"leases_extended", "leases_needed", b"leases_needed", "leg_computed", b"leg_computed", "offered", b"offered", "refused", b"refused", "replica_changed", b"replica_changed", "source_released", b"source_released", "stopped", b"stopped"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "event", b"event", "extended", b"extended", "hardened", b"hardened", "leases_extended", b"leases_extended", "leases_needed", b"leases_needed", "leg_computed", b"leg_computed", "offered", b"offered", "prefix_wanted", b"prefix_wanted", "refused", b"refused", "replica_changed", b"replica_changed", "source_released", b"source_released", "stopped", b"stopped"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "event", b"event", "extended", b"extended", "hardened", b"hardened", "leases_extended", b"leases_extended", "leases_needed", b"leases_needed", "leg_computed", b"leg_computed", "offered", b"offered", "refused", b"refused", "replica_changed", b"replica_changed", "source_released", b"source_released", "stopped", b"stopped"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["active", b"active", "event", b"event", "extended", b"extended", "hardened", b"hardened", "leases_extended", b"leases_extended", "leases_needed", b"leases_needed", "leg_computed", b"leg_computed", "offered", b"offered", "prefix_wanted", b"prefix_wanted", "refused", b"refused", "replica_changed", b"replica_changed", "source_released", b"source_released", "stopped", b"stopped"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["offered", "replica_changed", "hardened", "refused", "extended", "active", "stopped", "source_released", "leg_computed", "leases_needed", "leases_extended"]  # noqa: Y015
+    _WhichOneofReturnType_event: _TypeAlias = _typing.Literal["offered", "replica_changed", "hardened", "refused", "extended", "active", "stopped", "source_released", "leg_computed", "leases_needed", "leases_extended", "prefix_wanted"]  # noqa: Y015
     _WhichOneofArgType_event: _TypeAlias = _typing.Literal["event", b"event"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_event) -> _WhichOneofReturnType_event | None: ...
 
@@ -494,7 +500,6 @@ class ReplicaOffered(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     HOLD_REMAINING_FIELD_NUMBER: _builtins.int
     CHECKPOINTS_FIELD_NUMBER: _builtins.int
-    CHECKPOINT_INTERVAL_FIELD_NUMBER: _builtins.int
     turn_token: _builtins.str
     """The turn whose request ended; empty in an inventory."""
     leg: _types_pb2.Leg.ValueType
@@ -511,15 +516,15 @@ class ReplicaOffered(_message.Message):
     """Tokens in them."""
     state: _session_service_pb2.ReplicaState.ValueType
     """HARD while a hold references it."""
-    checkpoint_interval: _builtins.int
-    """Blocks between checkpoints; 0 when there are none."""
     @_builtins.property
     def hold_remaining(self) -> _duration_pb2.Duration:
         """How long the hold lasts."""
 
     @_builtins.property
     def checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
-        """Sparse checkpoints of the chain: (i + 1) * checkpoint_interval blocks end with hash i."""
+        """Checkpoints of the chain: hashes of some of its blocks, from the start on, by which other
+        sessions of the tenant find it. Which blocks: `AgentWelcome.checkpoint_interval`.
+        """
 
     def __init__(
         self,
@@ -534,15 +539,57 @@ class ReplicaOffered(_message.Message):
         state: _session_service_pb2.ReplicaState.ValueType = ...,
         hold_remaining: _duration_pb2.Duration | None = ...,
         checkpoints: _abc.Iterable[_builtins.bytes] | None = ...,
-        checkpoint_interval: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hold_remaining", b"hold_remaining"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval", b"checkpoint_interval", "checkpoints", b"checkpoints", "head_hash", b"head_hash", "hold_remaining", b"hold_remaining", "leg", b"leg", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "session_id", b"session_id", "state", b"state", "tenant", b"tenant", "turn_token", b"turn_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "head_hash", b"head_hash", "hold_remaining", b"hold_remaining", "leg", b"leg", "num_blocks", b"num_blocks", "num_tokens", b"num_tokens", "session_id", b"session_id", "state", b"state", "tenant", b"tenant", "turn_token", b"turn_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReplicaOffered: _TypeAlias = ReplicaOffered  # noqa: Y015
+
+@_typing.final
+class PrefixWanted(_message.Message):
+    """A request of a turn whose `ExpectTurn.may_ask` was set has more to compute than its engine's own
+    cache spares. Answered by a Harden and a Grant under this token, or by a Revoke without a lease;
+    the request waits for `lookup_wait` at most.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TURN_TOKEN_FIELD_NUMBER: _builtins.int
+    LEG_FIELD_NUMBER: _builtins.int
+    CHECKPOINTS_FIELD_NUMBER: _builtins.int
+    HAVE_BLOCKS_FIELD_NUMBER: _builtins.int
+    USABLE_BLOCKS_FIELD_NUMBER: _builtins.int
+    turn_token: _builtins.str
+    """Names the turn, and by it the tenant."""
+    leg: _types_pb2.Leg.ValueType
+    """Which leg."""
+    have_blocks: _builtins.int
+    """Blocks that its engine has already."""
+    usable_blocks: _builtins.int
+    """Blocks that it could use at most."""
+    @_builtins.property
+    def checkpoints(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """Checkpoints of the request's own chain, from the start on, as in ReplicaOffered."""
+
+    def __init__(
+        self,
+        *,
+        turn_token: _builtins.str = ...,
+        leg: _types_pb2.Leg.ValueType = ...,
+        checkpoints: _abc.Iterable[_builtins.bytes] | None = ...,
+        have_blocks: _builtins.int = ...,
+        usable_blocks: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoints", b"checkpoints", "have_blocks", b"have_blocks", "leg", b"leg", "turn_token", b"turn_token", "usable_blocks", b"usable_blocks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PrefixWanted: _TypeAlias = PrefixWanted  # noqa: Y015
 
 @_typing.final
 class ReplicaChanged(_message.Message):
@@ -938,12 +985,17 @@ class AgentWelcome(_message.Message):
     CLOCK_DRIFT_PPM_FIELD_NUMBER: _builtins.int
     PEERS_FIELD_NUMBER: _builtins.int
     DEFAULT_RETENTION_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_INTERVAL_FIELD_NUMBER: _builtins.int
     incarnation: _builtins.int
     """This boot's number."""
     lineage_id: _builtins.str
     """Identity of the control plane's store."""
     clock_drift_ppm: _builtins.int
     """Stated bound on the clock rate difference of any two machines, parts per million."""
+    checkpoint_interval: _builtins.int
+    """Checkpoint i is the block that ends `checkpoint_interval` * n[i] blocks, where n is 1, 2, 3, 4,
+    6, 8, 12, 16, 24, 32 and so on, two an octave. 0: nobody wants checkpoints.
+    """
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration:
         """How often to send a heartbeat."""
@@ -970,10 +1022,11 @@ class AgentWelcome(_message.Message):
         clock_drift_ppm: _builtins.int = ...,
         peers: _abc.Iterable[Global___Peer] | None = ...,
         default_retention: _duration_pb2.Duration | None = ...,
+        checkpoint_interval: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["default_retention", b"default_retention", "heartbeat_interval", b"heartbeat_interval", "silence_limit", b"silence_limit"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["clock_drift_ppm", b"clock_drift_ppm", "default_retention", b"default_retention", "heartbeat_interval", b"heartbeat_interval", "incarnation", b"incarnation", "lineage_id", b"lineage_id", "peers", b"peers", "silence_limit", b"silence_limit"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["checkpoint_interval", b"checkpoint_interval", "clock_drift_ppm", b"clock_drift_ppm", "default_retention", b"default_retention", "heartbeat_interval", b"heartbeat_interval", "incarnation", b"incarnation", "lineage_id", b"lineage_id", "peers", b"peers", "silence_limit", b"silence_limit"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1167,6 +1220,7 @@ class ExpectTurn(_message.Message):
     MIN_TOKENS_FIELD_NUMBER: _builtins.int
     REPLICA_BLOCKS_FIELD_NUMBER: _builtins.int
     PUSH_FIELD_NUMBER: _builtins.int
+    MAY_ASK_FIELD_NUMBER: _builtins.int
     turn_token: _builtins.str
     """Names the turn."""
     tenant: _builtins.str
@@ -1188,6 +1242,10 @@ class ExpectTurn(_message.Message):
     replica_blocks: _builtins.int
     """Blocks of the replica that could be returned: a request that finds nearly as many in its own
     cache waits for nothing. 0: not known.
+    """
+    may_ask: _builtins.bool
+    """The session has nothing that could be moved, but others of its tenant might have the same
+    prefix: the request may ask for it (PrefixWanted).
     """
     @_builtins.property
     def lookup_wait(self) -> _duration_pb2.Duration:
@@ -1216,10 +1274,11 @@ class ExpectTurn(_message.Message):
         min_tokens: _builtins.int = ...,
         replica_blocks: _builtins.int = ...,
         push: Global___PushPlan | None = ...,
+        may_ask: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lookup_wait", b"lookup_wait", "push", b"push", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_follows", b"lease_follows", "lease_id", b"lease_id", "leg", b"leg", "lookup_wait", b"lookup_wait", "min_tokens", b"min_tokens", "push", b"push", "replica_blocks", b"replica_blocks", "retention", b"retention", "session_id", b"session_id", "tenant", b"tenant", "turn", b"turn", "turn_token", b"turn_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_follows", b"lease_follows", "lease_id", b"lease_id", "leg", b"leg", "lookup_wait", b"lookup_wait", "may_ask", b"may_ask", "min_tokens", b"min_tokens", "push", b"push", "replica_blocks", b"replica_blocks", "retention", b"retention", "session_id", b"session_id", "tenant", b"tenant", "turn", b"turn", "turn_token", b"turn_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1325,7 +1384,7 @@ class Harden(_message.Message):
     tenant: _builtins.str
     """Whose session."""
     session_id: _builtins.str
-    """Which session."""
+    """Which session: the one that has the replica, which need not be the one that the lease is for."""
     head_hash: _builtins.bytes
     """Which replica."""
     lease_epoch: _builtins.int

@@ -93,6 +93,7 @@ class Lease(_message.Message):
     STATS_FIELD_NUMBER: _builtins.int
     EAGER_FIELD_NUMBER: _builtins.int
     PUSH_FIELD_NUMBER: _builtins.int
+    SOURCE_SESSION_ID_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Unique for ever."""
     tenant: _builtins.str
@@ -119,6 +120,8 @@ class Lease(_message.Message):
     """The source writes, instead of the destination reading: the destination's landing zone is what
     is held, until the source is known to have stopped.
     """
+    source_session_id: _builtins.str
+    """The session whose KV is moved, where that is another one of the tenant with the same prefix."""
     @_builtins.property
     def source(self) -> _types_pb2.WorkerRef:
         """Who is read."""
@@ -174,10 +177,11 @@ class Lease(_message.Message):
         stats: Global___TransferStats | None = ...,
         eager: _builtins.bool = ...,
         push: _builtins.bool = ...,
+        source_session_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "destination", b"destination", "end_time", b"end_time", "grant_time", b"grant_time", "range", b"range", "source", b"source", "stats", b"stats", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "destination", b"destination", "direction", b"direction", "eager", b"eager", "end_reason", b"end_reason", "end_time", b"end_time", "epoch", b"epoch", "grant_time", b"grant_time", "head_hash", b"head_hash", "lease_id", b"lease_id", "push", b"push", "range", b"range", "session_id", b"session_id", "source", b"source", "state", b"state", "stats", b"stats", "tenant", b"tenant", "ttl", b"ttl", "turn", b"turn", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "destination", b"destination", "direction", b"direction", "eager", b"eager", "end_reason", b"end_reason", "end_time", b"end_time", "epoch", b"epoch", "grant_time", b"grant_time", "head_hash", b"head_hash", "lease_id", b"lease_id", "push", b"push", "range", b"range", "session_id", b"session_id", "source", b"source", "source_session_id", b"source_session_id", "state", b"state", "stats", b"stats", "tenant", b"tenant", "ttl", b"ttl", "turn", b"turn", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -205,11 +205,15 @@ class Plan(_message.Message):
     PREDICTED_TRANSFER_FIELD_NUMBER: _builtins.int
     FORWARD_MODE_FIELD_NUMBER: _builtins.int
     FORWARD_REASON_FIELD_NUMBER: _builtins.int
+    PREDICTED_TTFT_FIELD_NUMBER: _builtins.int
+    PLACEMENT_FIELD_NUMBER: _builtins.int
+    CANDIDATES_FIELD_NUMBER: _builtins.int
     return_mode: Global___ReturnMode.ValueType
     """How the KV of earlier turns reaches prefill."""
     reason: _builtins.str
     """One word that explains `return_mode`, in the style of ErrorInfo reasons: for example
     CHEAPER_TO_MOVE, CHEAPER_TO_RECOMPUTE, NO_REPLICA, POLICY_NEVER, WORKER_LOST, SAME_WORKER,
+    SHORT_PROMPT,
     and for a budget TENANT_BUDGET, FAIR_SHARE, WORKER_BUDGET, WORKER_WATERMARK,
     DESTINATION_QUARANTINE.
     """
@@ -221,6 +225,10 @@ class Plan(_message.Message):
     """One word that explains `forward_mode`: CONFIGURED, OVERLAP_PAYS, TOO_SHORT_TO_OVERLAP,
     PROMPT_UNKNOWN, NOT_ABLE, DESTINATION_FULL, SAME_WORKER.
     """
+    placement: _builtins.str
+    """One word that explains where the turn runs: for example LEAST_LOADED,
+    KV_IS_THERE, SHORTER_QUEUE, SHORT_PROMPT.
+    """
     @_builtins.property
     def predicted_recompute(self) -> _duration_pb2.Duration:
         """Predicted time to compute them again."""
@@ -228,6 +236,16 @@ class Plan(_message.Message):
     @_builtins.property
     def predicted_transfer(self) -> _duration_pb2.Duration:
         """Predicted time to move them."""
+
+    @_builtins.property
+    def predicted_ttft(self) -> _duration_pb2.Duration:
+        """Predicted time to the first token, from BeginTurn, of what was chosen."""
+
+    @_builtins.property
+    def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]:
+        """What was compared, the chosen one first. Kept for the turns that run and the one that ended
+        last.
+        """
 
     def __init__(
         self,
@@ -239,14 +257,87 @@ class Plan(_message.Message):
         predicted_transfer: _duration_pb2.Duration | None = ...,
         forward_mode: _types_pb2.ForwardMode.ValueType = ...,
         forward_reason: _builtins.str = ...,
+        predicted_ttft: _duration_pb2.Duration | None = ...,
+        placement: _builtins.str = ...,
+        candidates: _abc.Iterable[Global___Candidate] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["predicted_recompute", b"predicted_recompute", "predicted_transfer", b"predicted_transfer"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["predicted_recompute", b"predicted_recompute", "predicted_transfer", b"predicted_transfer", "predicted_ttft", b"predicted_ttft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["forward_mode", b"forward_mode", "forward_reason", b"forward_reason", "predicted_recompute", b"predicted_recompute", "predicted_transfer", b"predicted_transfer", "reason", b"reason", "return_mode", b"return_mode", "reusable_tokens", b"reusable_tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["candidates", b"candidates", "forward_mode", b"forward_mode", "forward_reason", b"forward_reason", "placement", b"placement", "predicted_recompute", b"predicted_recompute", "predicted_transfer", b"predicted_transfer", "predicted_ttft", b"predicted_ttft", "reason", b"reason", "return_mode", b"return_mode", "reusable_tokens", b"reusable_tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Plan: _TypeAlias = Plan  # noqa: Y015
+
+@_typing.final
+class Candidate(_message.Message):
+    """One way to run a turn, and what it was predicted to take. Times are microseconds: a plan has
+    several of them, and is made thousands of times a second.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PREFILL_WORKER_ID_FIELD_NUMBER: _builtins.int
+    DECODE_WORKER_ID_FIELD_NUMBER: _builtins.int
+    RETURN_MODE_FIELD_NUMBER: _builtins.int
+    TTFT_US_FIELD_NUMBER: _builtins.int
+    QUEUE_US_FIELD_NUMBER: _builtins.int
+    TRANSFER_US_FIELD_NUMBER: _builtins.int
+    COMPUTE_US_FIELD_NUMBER: _builtins.int
+    DECODE_QUEUE_US_FIELD_NUMBER: _builtins.int
+    FORWARD_US_FIELD_NUMBER: _builtins.int
+    COMPUTE_TOKENS_FIELD_NUMBER: _builtins.int
+    ASSUMED_FIELD_NUMBER: _builtins.int
+    REJECTED_FIELD_NUMBER: _builtins.int
+    prefill_worker_id: _builtins.str
+    """Where the prompt would be computed; empty where decode would compute it."""
+    decode_worker_id: _builtins.str
+    """Where the answer would be generated."""
+    return_mode: Global___ReturnMode.ValueType
+    """How the KV of earlier turns would reach the prompt's worker."""
+    ttft_us: _builtins.int
+    """Until the first token; the sum of the five that follow."""
+    queue_us: _builtins.int
+    """Waiting for what the prompt's worker has to compute before."""
+    transfer_us: _builtins.int
+    """Waiting for a lease, and moving the earlier turns' KV."""
+    compute_us: _builtins.int
+    """Computing the prompt's tokens that are not there by then."""
+    decode_queue_us: _builtins.int
+    """Waiting for a place at decode."""
+    forward_us: _builtins.int
+    """Moving the prompt's KV on to decode."""
+    compute_tokens: _builtins.int
+    """Prompt tokens that would be computed; 0 where the prompt's length is not known."""
+    rejected: _builtins.str
+    """Why it was not chosen though predicted no slower, in one word; empty otherwise."""
+    @_builtins.property
+    def assumed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Rates that nobody has reported yet, so that the default was used: PREFILL_RATE, LINK_RATE."""
+
+    def __init__(
+        self,
+        *,
+        prefill_worker_id: _builtins.str = ...,
+        decode_worker_id: _builtins.str = ...,
+        return_mode: Global___ReturnMode.ValueType = ...,
+        ttft_us: _builtins.int = ...,
+        queue_us: _builtins.int = ...,
+        transfer_us: _builtins.int = ...,
+        compute_us: _builtins.int = ...,
+        decode_queue_us: _builtins.int = ...,
+        forward_us: _builtins.int = ...,
+        compute_tokens: _builtins.int = ...,
+        assumed: _abc.Iterable[_builtins.str] | None = ...,
+        rejected: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["assumed", b"assumed", "compute_tokens", b"compute_tokens", "compute_us", b"compute_us", "decode_queue_us", b"decode_queue_us", "decode_worker_id", b"decode_worker_id", "forward_us", b"forward_us", "prefill_worker_id", b"prefill_worker_id", "queue_us", b"queue_us", "rejected", b"rejected", "return_mode", b"return_mode", "transfer_us", b"transfer_us", "ttft_us", b"ttft_us"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
 
 @_typing.final
 class Placement(_message.Message):

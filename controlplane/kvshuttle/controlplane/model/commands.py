@@ -66,6 +66,7 @@ class ExpectTurn(Struct, frozen=True, gc=False):
     min_tokens: int
     replica_blocks: int = 0
     push: PushPlan | None = None
+    may_ask: bool = False
 
 
 class ForgetTurn(Struct, frozen=True, gc=False):

@@ -18,7 +18,6 @@ from kvshuttle.controlplane.model.terms import (
     Direction,
     LeaseState,
     ReplicaState,
-    ReturnMode,
     WorkerRole,
 )
 
@@ -30,18 +29,24 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.model.work import Work
     from kvshuttle.controlplane.model.worker import Worker
 
-__all__ = ["awaited", "consider", "end_session", "ended", "plan_with"]
+__all__ = ["arriving", "awaited", "consider", "end_session", "ended"]
 
 
 def consider(w: Work, key: SessionKey, turn: Turn, replica: Replica) -> None:
     """Decode has offered what a turn left: bring it to the prefill worker that will probably get
-    the next turn, which is the one that had this one (placement is sticky)."""
+    the next turn."""
     if not w.limits.eager:
         return
-    prefill = turn.prefill
-    target = w.state.workers.get(prefill.worker.worker_id) if prefill is not None else None
+    if turn.plan.reason == "SAME_WORKER":
+        _skip(w, key, turn.number, "NO_PREFILL_LEG")
+        return
+    last = w.state.sessions[key].last_prefill
+    target = w.planner.next_prefill(w.state.workers, last)
     open_lease = _open_lease(w, key)
-    why_not = "NO_PREFILL_LEG" if prefill is None else "WORKER_LOST"
+    before = w.state.workers.get(last)
+    why_not = "NO_PREFILL_WORKER"
+    if before is not None and before.role is WorkerRole.PREFILL:
+        why_not = "WORKER_NOT_READY"
     if target is not None:
         why_not = _why_not(w, key, turn, replica, target)
     if why_not or target is None:
@@ -61,20 +66,12 @@ def consider(w: Work, key: SessionKey, turn: Turn, replica: Replica) -> None:
     _begin(w, key, turn.number, replica, target)
 
 
-def plan_with(w: Work, key: SessionKey, plan: Plan, replica: Replica, prefill: Worker) -> Plan:
-    """A lazy plan turns eager where the replica lies in prefill's cache, or is on its way there."""
-    here = w.state.replicas.find(key, prefill.ref.worker_id, replica.head_hash)
-    if (
-        here is not None
-        and here.worker == prefill.ref
-        and here.state is not ReplicaState.GONE
-        and here.num_blocks >= replica.num_blocks
-    ):
-        return _eager(plan, "EAGER_HIT")
+def arriving(w: Work, key: SessionKey) -> str:
+    """The worker to which a session's KV is on its way; empty for none."""
     lease = _open_lease(w, key)
-    if lease is not None and lease.destination == prefill.ref and lease.stop is None:
-        return _eager(plan, "EAGER_IN_FLIGHT")
-    return plan
+    if lease is None or lease.stop is not None or w.worker(lease.destination) is None:
+        return ""
+    return lease.destination.worker_id
 
 
 def awaited(w: Work, key: SessionKey, plan: Plan) -> str:
@@ -109,16 +106,6 @@ def end_session(w: Work, key: SessionKey) -> None:
         lease_events.stop(w, lease, LeaseState.REVOKED, "SESSION_ENDED")
 
 
-def _eager(plan: Plan, reason: str) -> Plan:
-    return Plan(
-        ReturnMode.EAGER,
-        reason,
-        plan.reusable_tokens,
-        plan.predicted_recompute_ns,
-        plan.predicted_transfer_ns,
-    )
-
-
 def _open_lease(w: Work, key: SessionKey) -> Lease | None:
     lease_id = w.state.eager_of.get(key)
     return w.state.leases.get(lease_id) if lease_id is not None else None
@@ -146,13 +133,11 @@ def _unsuited(w: Work, target: Worker, replica: Replica) -> str:
         return "SAME_WORKER"
     if not (target.ready and source.ready):
         return "WORKER_NOT_READY"
-    if target.role is not WorkerRole.PREFILL:
-        return "NO_PREFILL_WORKER"
     if not target.prefix_caching:
         return "NO_PREFIX_CACHE"
     if replica.num_tokens < w.limits.min_tokens:
         return "TOO_SHORT"
-    if not w.planner.cheaper_to_move(replica, source, target):
+    if not w.planner.cheaper_to_move(replica.num_tokens, replica.num_blocks, source, target):
         return "CHEAPER_TO_RECOMPUTE"
     return ""
 

@@ -91,6 +91,8 @@ class Lease(Struct, frozen=True, array_like=True, gc=False):
     renewal: Renewal | None = None
     requests: tuple[str, ...] = ()
     push: bool = False
+    source_key: SessionKey | None = None
+    """Whose replica is moved, where it is another session's of the tenant."""
 
     @property
     def mover(self) -> WorkerRef:

@@ -74,10 +74,12 @@ def admit(
     replica: Replica,
     source: Worker,
     destination: Worker,
+    blocks: int = 0,
 ) -> str:
-    """Whether a lease over a replica may be made: why not, in one word, or nothing. Leases that
-    must give way are stopped."""
-    reason, victims = admission.lease_room(w, key.tenant, replica.num_blocks, source, destination)
+    """Whether a lease over a replica, or its first blocks, may be made: why not, in one word, or
+    nothing. Leases that must give way are stopped."""
+    blocks = blocks or replica.num_blocks
+    reason, victims = admission.lease_room(w, key.tenant, blocks, source, destination)
     for victim in victims:
         stop(w, victim, LeaseState.REVOKED, admission.EVICTED)
     if reason:
@@ -89,7 +91,7 @@ def admit(
             session_id=key.session_id,
             source=source.ref.worker_id,
             destination=destination.ref.worker_id,
-            blocks=replica.num_blocks,
+            blocks=blocks,
         )
     return reason
 
@@ -102,8 +104,12 @@ def make(
     direction: Direction,
     replica: Replica,
     destination: Worker,
+    source_key: SessionKey | None = None,
+    blocks: int = 0,
 ) -> Lease:
-    """A new lease, PENDING, over the whole replica; its source is asked to hold it."""
+    """A new lease, PENDING, over the whole replica or its first blocks; its source is asked to hold
+    it. `source_key` is whose replica it is, if not the session's own."""
+    blocks = blocks or replica.num_blocks
     w.state.lease_seq += 1
     lease = Lease(
         # No store has two of an epoch, and no two stores one lineage: the id is unique for ever.
@@ -119,7 +125,8 @@ def make(
         ttl_ns=w.limits.lease_ttl_ns,
         create_ns=w.now_ns,
         ask_head=replica.head_hash,
-        ask_range=BlockRange(0, replica.num_blocks),
+        ask_range=BlockRange(0, blocks),
+        source_key=source_key,
     )
     w.put_lease(lease)
     w.state.agenda.add(w.now_ns + w.limits.guard_ns, Due.LEASE, lease.lease_id)
@@ -128,7 +135,7 @@ def make(
         Harden(
             lease.lease_id,
             lease.version,
-            key,
+            source_key or key,
             lease.ask_head,
             lease.ask_range,
             lease.ttl_ns,
@@ -147,7 +154,8 @@ def make(
         turn=turn,
         source=lease.source.worker_id,
         destination=lease.destination.worker_id,
-        blocks=replica.num_blocks,
+        blocks=blocks,
+        source_session_id=source_key.session_id if source_key else "",
     )
     return lease
 
@@ -188,6 +196,7 @@ def hardened(w: Work, ref: WorkerRef, lease_id: str, version: int, blocks: Descr
         push_events.grant(w, lease, blocks, version)
     else:
         lease = lease.granted(blocks.range, blocks.head_hash, w.now_ns)
+        w.planner.rates.observe_grant(lease.source.worker_id, w.now_ns - lease.create_ns)
         w.put_lease(lease)
         w.command(
             lease.destination,
@@ -350,7 +359,7 @@ def stopped(w: Work, ref: WorkerRef, lease_id: str, report: StopReport) -> None:
         stats=report.stats,
     )
     if report.outcome is TransferOutcome.PUBLISHED:
-        w.planner.observe_transfer(
+        w.planner.rates.observe_transfer(
             lease.source.worker_id,
             lease.destination.worker_id,
             report.stats.bytes,

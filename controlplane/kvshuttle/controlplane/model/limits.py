@@ -133,6 +133,10 @@ class Limits:
     """However long computing would take: a grant that is not there by now will not come."""
     min_tokens: int = 64
     """Fewer missing tokens than this are never loaded: a step costs more than it spares."""
+    direct_tokens: int = 256
+    """A turn with no more new tokens than this may run at decode alone, where its KV is: one chunk
+    of vLLM's default budget of 2,048 tokens a step has room for it beside the answers that decode
+    generates, which it holds up for that step. 0: never."""
     turn_timeout_ns: int = 600 * SECOND
     """A turn that nobody ends is abandoned after this: its gateway has died."""
     retention_ns: int = 1_800 * SECOND
@@ -203,6 +207,13 @@ class Limits:
     hot_leases: int = 20_000
     """Sessions and leases that are kept as objects; those touched longer ago are packed, which
     takes a fifth of the memory and some µs to read again. Some seconds of a busy control plane."""
+    prefix_index_hashes: int = 250_000
+    """Hashes by which sessions find what others of their tenant hold, of all tenants together. A
+    conversation of 100k tokens has 22 of them. Each takes about 0.2 KB with all that belongs to it,
+    so this is 50 MB at most; what was of no use for longest goes. 0: sessions find only their own.
+    """
+    checkpoint_tokens: int = 64
+    """The shortest prefix that is found: fewer tokens are never loaded (`min_tokens`)."""
     replicas_per_session: int = 32
     """More branches than this on one worker: the shortest is released."""
 

@@ -17,6 +17,7 @@ from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.commands import PeerFenced, ReaderStopped, Revoke
 from kvshuttle.controlplane.model.errors import SupersededError
 from kvshuttle.controlplane.model.lease_table import LeaseTable, PackedLeases
+from kvshuttle.controlplane.model.prefixes import PrefixIndex
 from kvshuttle.controlplane.model.session_table import PackedSessions, SessionTable
 from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH, State
 from kvshuttle.controlplane.model.terms import LeaseState
@@ -48,6 +49,7 @@ def first_state(now_ns: int, snapshot: Snapshot, lineage_id: str, limits: Limits
         revision=(snapshot.epoch + 1) * REVISIONS_PER_EPOCH,
         sessions=SessionTable(limits.hot_sessions),
         leases=LeaseTable(limits.hot_leases),
+        prefixes=PrefixIndex(limits.prefix_index_hashes),
     )
 
 

@@ -15,6 +15,7 @@ from kvshuttle.controlplane.model import (
     eager_events,
     extension_events,
     lease_events,
+    prefix_events,
     recovery,
     replica_events,
     turn_events,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
         Heartbeat,
         Hello,
         LegReport,
+        PrefixReport,
         ReplicaReport,
         StopReport,
     )
@@ -306,6 +308,11 @@ class AgentBatch:
             lease_id,
             lambda: lease_events.source_released(self._w, self._ref, lease_id, reason),
         )
+
+    def prefix_wanted(self, report: PrefixReport) -> None:
+        """A request looks for KV of other sessions of its tenant."""
+        if self._current:
+            prefix_events.wanted(self._w, self._ref, report)
 
     def computed(self, report: LegReport) -> None:
         """A leg's prompt was computed."""

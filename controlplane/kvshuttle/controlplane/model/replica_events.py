@@ -46,6 +46,9 @@ def _note(w: Work, ref: WorkerRef, report: ReplicaReport) -> Replica | None:
         expire_ns=w.now_ns + report.hold_remaining_ns,
     )
     w.put_replica(report.key, replica)
+    if report.leg is not Leg.PREFILL:
+        # What prefill leaves is let go of as soon as decode has it.
+        w.state.prefixes.put(w.state.sessions.own(report.key), replica, report.checkpoints)
     here = [
         r for r in w.state.replicas_of_session(report.key) if r.worker.worker_id == ref.worker_id
     ]
@@ -109,11 +112,21 @@ def _forward(w: Work, key: SessionKey, turn: Turn, replica: Replica) -> None:
     lease_events.make(w, key, turn.number, turn.token, Direction.FORWARD, replica, destination)
 
 
+def _from_prefill(w: Work, lease: Lease) -> bool:
+    """Whether a lease moved what its turn's prefill leg left. A turn on one worker alone reads what
+    another one holds for its session, or for another session: that stays."""
+    session = w.state.sessions.peek(lease.key)
+    turn = session.find(lease.turn) if session is not None else None
+    return turn is None or (turn.prefill is not None and turn.prefill.worker == lease.source)
+
+
 def release_after_forward(w: Work, lease: Lease) -> None:
     """Decode has what it needs of prefill's replica, or never will: prefill need not hold it.
     Its blocks stay readable in its cache until they are reused."""
     if lease.direction is not Direction.FORWARD or not lease.ask_head:
         return  # a push as a rule leaves no replica at its source
+    if not _from_prefill(w, lease):
+        return
     replica = w.state.replicas.find(lease.key, lease.source.worker_id, lease.ask_head)
     if replica is not None and replica.worker == lease.source:
         w.command(lease.source, ReleaseReplica(lease.key, lease.ask_head))

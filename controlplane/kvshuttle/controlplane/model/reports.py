@@ -30,6 +30,7 @@ __all__ = [
     "LeaseReport",
     "LegReport",
     "PoolStats",
+    "PrefixReport",
     "ReplicaReport",
     "StopReport",
 ]
@@ -74,6 +75,17 @@ class ReplicaReport(Struct, frozen=True, gc=False):
     hold_remaining_ns: int
     turn_token: str = ""
     leg: Leg | None = None
+    checkpoints: tuple[bytes, ...] = ()
+
+
+class PrefixReport(Struct, frozen=True, gc=False):
+    """A request looks for KV of other sessions, with the checkpoints of its own chain."""
+
+    turn_token: str
+    leg: Leg
+    checkpoints: tuple[bytes, ...]
+    have_blocks: int
+    usable_blocks: int
 
 
 class LeaseReport(Struct, frozen=True, gc=False):

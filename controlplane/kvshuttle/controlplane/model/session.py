@@ -24,7 +24,7 @@ from kvshuttle.controlplane.model.terms import (
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Placement", "Plan", "Session", "Turn", "Usage"]
+__all__ = ["Candidate", "Placement", "Plan", "Session", "Turn", "Usage"]
 
 
 class Placement(Struct, frozen=True, array_like=True, gc=False):
@@ -34,9 +34,37 @@ class Placement(Struct, frozen=True, array_like=True, gc=False):
     url: str
 
 
+class Candidate(Struct, frozen=True, array_like=True, gc=False):
+    """One way to run a turn, and the microseconds that it was predicted to take; see the API."""
+
+    prefill: str
+    decode: str
+    return_mode: ReturnMode
+    queue_us: int = 0
+    transfer_us: int = 0
+    compute_us: int = 0
+    decode_queue_us: int = 0
+    forward_us: int = 0
+    compute_tokens: int = 0
+    assumed: tuple[str, ...] = ()
+    rejected: str = ""
+
+    @property
+    def ttft_us(self) -> int:
+        """Until the first token."""
+        return (
+            self.queue_us
+            + self.transfer_us
+            + self.compute_us
+            + self.decode_queue_us
+            + self.forward_us
+        )
+
+
 class Plan(Struct, frozen=True, array_like=True, gc=False):
     """How the KV of earlier turns reaches prefill, and that of this one decode, and why; each
-    reason is one word."""
+    reason is one word, and so is `placement`, why the turn runs where it does. Of `candidates` the
+    chosen one is the first."""
 
     return_mode: ReturnMode
     reason: str
@@ -45,6 +73,13 @@ class Plan(Struct, frozen=True, array_like=True, gc=False):
     predicted_transfer_ns: int = 0
     forward_mode: ForwardMode = ForwardMode.PULL
     forward_reason: str = ""
+    placement: str = ""
+    candidates: tuple[Candidate, ...] = ()
+
+    @property
+    def predicted_ttft_us(self) -> int:
+        """Of what was chosen."""
+        return self.candidates[0].ttft_us if self.candidates else 0
 
 
 class Usage(Struct, frozen=True, array_like=True, gc=False):
@@ -71,6 +106,8 @@ class Turn(Struct, frozen=True, array_like=True, gc=False):
     end_ns: int = 0
     usage: Usage | None = None
     request_id: str = ""
+    asked_tokens: int = 0
+    """The caller's guess of the prompt's length; 0 for none."""
 
     @property
     def running(self) -> bool:
@@ -155,6 +192,13 @@ class Session(Struct, frozen=True, array_like=True, gc=False):
         # To the end of the tuple: ended turns lie in the order in which they ended, which is not
         # that of their numbers, nor always of their times.
         turns = [*(t for t in self.turns if t.number != number), ended]
+        # Of turns that ended before, nobody is shown what was compared.
+        turns = [
+            replace(t, plan=replace(t.plan, candidates=()))
+            if t.plan.candidates and not t.running and t is not ended
+            else t
+            for t in turns
+        ]
         excess = sum(not t.running for t in turns) - keep
         gone = {t.number for t in [t for t in turns if not t.running][: max(0, excess)]}
         return replace(

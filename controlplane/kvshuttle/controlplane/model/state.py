@@ -12,6 +12,7 @@ from msgspec.structs import replace
 from kvshuttle.controlplane.model.agenda import Agenda
 from kvshuttle.controlplane.model.lease_table import LeaseTable, PackedLeases
 from kvshuttle.controlplane.model.ledger import Ledger
+from kvshuttle.controlplane.model.prefixes import PrefixIndex
 from kvshuttle.controlplane.model.session_table import PackedSessions, ReplicaTable, SessionTable
 from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef
 
@@ -118,6 +119,8 @@ class State:
     told_ns: int = 0
     agenda: Agenda = field(default_factory=Agenda)
     ledger: Ledger = field(default_factory=Ledger)
+    # Rebuilt from what agents say at hello.
+    prefixes: PrefixIndex = field(default_factory=lambda: PrefixIndex(0))
 
     def __post_init__(self) -> None:
         self.replicas = ReplicaTable(self.sessions)

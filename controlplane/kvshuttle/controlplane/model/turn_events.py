@@ -57,6 +57,9 @@ __all__ = [
 ]
 
 
+_RETURNS = (ReturnMode.LAZY, ReturnMode.EAGER)
+
+
 class BeginTurn(Struct, frozen=True):
     """What a gateway asks. `token` was drawn for the turn that may come of it."""
 
@@ -85,27 +88,26 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
     admission.turn(w, ask.key, new_session=before is None or not before.active)
     full = admission.full_workers(w)
     try:
-        choice = w.planner.place(
-            state.workers.values(),
-            session,
-            state.replicas_of_session(ask.key),
-            state.turns_on,
-            state.replicas.count_of,
-            (*ask.excluded, *full),
-            state.workers,
+        choice, plan = w.planner.decide(
+            workers=state.workers,
+            turns_on=state.turns_on,
+            replicas_on=state.replicas.count_of,
+            session=session,
+            replicas=state.replicas_of_session(ask.key),
+            policy=ask.policy,
+            prompt_tokens=ask.prompt_tokens,
+            excluded=(*ask.excluded, *full),
+            arriving=eager_events.arriving(w, ask.key),
         )
     except NoWorkerError:
         if full:
             raise admission.no_worker_has_room(w, full) from None
         raise
-    plan = w.planner.plan(choice, ask.policy, ask.prompt_tokens)
     prefill = choice.prefill
-    if plan.return_mode is ReturnMode.LAZY and prefill is not None and choice.replica is not None:
-        plan = eager_events.plan_with(w, ask.key, plan, choice.replica, prefill)
-    if plan.return_mode is ReturnMode.LAZY and prefill is not None and choice.replica is not None:
-        why_not = lease_events.admit(
-            w, ask.key, Direction.RETURN, choice.replica, choice.decode, prefill
-        )
+    # Who computes the prompt reads what it lacks of the earlier turns.
+    reader, direction = prefill or choice.decode, Direction.RETURN if prefill else Direction.FORWARD
+    if plan.return_mode is ReturnMode.LAZY and choice.replica is not None:
+        why_not = lease_events.admit(w, ask.key, direction, choice.replica, choice.holder, reader)
         if why_not:
             plan = replace(plan, return_mode=ReturnMode.NONE, reason=why_not)
     plan = forwarding.with_forward(
@@ -120,6 +122,13 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
         begin_ns=w.now_ns,
         retention_ns=retention_events.hold_ns(w, session),
         request_id=ask.request_id,
+        asked_tokens=ask.prompt_tokens,
+    )
+    rates = w.planner.rates
+    rates.give(
+        turn.token,
+        reader.ref.worker_id,
+        plan.candidates[0].compute_tokens or rates.leg_tokens,
     )
     w.gaps.back(ask.key, w.now_ns)
     w.put_session(session.with_turn(turn, w.now_ns))
@@ -131,39 +140,49 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
         state.turns_on[placement.worker.worker_id] += 1
     state.agenda.add(w.now_ns + w.limits.turn_timeout_ns, Due.TURN, name[0])
     lease_id = eager_events.awaited(w, ask.key, plan)
-    if plan.return_mode is ReturnMode.LAZY and prefill is not None and choice.replica is not None:
+    if plan.return_mode is ReturnMode.LAZY and choice.replica is not None:
         lease = lease_events.make(
-            w, ask.key, turn.number, turn.token, Direction.RETURN, choice.replica, prefill
+            w, ask.key, turn.number, turn.token, direction, choice.replica, reader
         )
         lease_id = lease.lease_id
     push = None
     if plan.forward_mode is ForwardMode.PUSH:
         push = push_events.make(w, ask.key, turn)
-    if prefill is not None:
-        returned = plan.return_mode in (ReturnMode.LAZY, ReturnMode.EAGER)
-        expect(
-            w,
-            ask.key,
-            turn,
-            Leg.PREFILL,
-            lease_id=lease_id,
-            replica_blocks=choice.replica.num_blocks if choice.replica and returned else 0,
-            spares_ns=plan.predicted_recompute_ns,
-            push=push,
-        )
-    # Nothing is loaded for a prompt that is known to be shorter than that.
-    short = 0 < ask.prompt_tokens < w.limits.min_tokens
+    returned = choice.replica if plan.return_mode in _RETURNS else None
+    # Nothing of its own could be moved; another session of the tenant may have the same beginning.
+    may_ask = (
+        choice.replica is None
+        and ask.policy is not ReturnPolicy.NEVER
+        and state.prefixes.knows(ask.key.tenant)
+    )
+    spares_ns = plan.predicted_recompute_ns
+    if may_ask:
+        spares_ns = rates.computes_ns(reader.ref.worker_id, ask.prompt_tokens or rates.leg_tokens)
     expect(
         w,
         ask.key,
         turn,
-        Leg.DECODE,
-        follows=prefill is not None and not short,
-        spares_ns=w.planner.recompute_ns(
-            choice.decode.ref.worker_id, max(ask.prompt_tokens, plan.reusable_tokens)
-        ),
+        Leg.PREFILL if prefill is not None else Leg.DECODE,
+        lease_id=lease_id,
+        replica_blocks=returned.num_blocks if returned is not None else 0,
+        spares_ns=spares_ns,
+        may_ask=may_ask,
         push=push,
     )
+    if prefill is not None:
+        # Nothing is loaded for a prompt that is known to be shorter than that.
+        short = 0 < ask.prompt_tokens < w.limits.min_tokens
+        expect(
+            w,
+            ask.key,
+            turn,
+            Leg.DECODE,
+            follows=not short,
+            spares_ns=rates.computes_ns(
+                choice.decode.ref.worker_id, max(ask.prompt_tokens, plan.reusable_tokens)
+            ),
+            push=push,
+        )
     w.fact(
         "turn_begun",
         tenant=ask.key.tenant,
@@ -173,7 +192,9 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
         decode=choice.decode.ref.worker_id,
         return_mode=plan.return_mode.name,
         reason=plan.reason,
+        placement=plan.placement,
         reusable_tokens=plan.reusable_tokens,
+        predicted_ttft_us=plan.predicted_ttft_us,
         lease_id=lease_id,
         forward_mode=plan.forward_mode.name,
         forward_reason=plan.forward_reason,
@@ -191,6 +212,7 @@ def expect(
     replica_blocks: int = 0,
     spares_ns: int = 0,
     push: Lease | None = None,
+    may_ask: bool = False,
 ) -> None:
     """Tells a leg's agent what it may read. `spares_ns` is what computing it would take: waiting
     longer than that for it cannot pay."""
@@ -215,6 +237,7 @@ def expect(
             min_tokens=w.limits.min_tokens,
             replica_blocks=replica_blocks,
             push=push_events.plan_for(push, placement.worker),
+            may_ask=may_ask,
         ),
     )
 
@@ -277,6 +300,7 @@ def end(
     w.state.push_declined.discard(turn.token)
     if w.state.turns.pop(turn.token, None) is not None:
         w.state.ledger.turns.add(key.tenant, -1)
+    _learn(w, turn, outcome, usage)
     for leg, placement in ((Leg.PREFILL, turn.prefill), (Leg.DECODE, turn.decode)):
         if placement is None:
             continue
@@ -297,6 +321,25 @@ def end(
     ended = session.find(number)
     assert ended is not None
     return ended
+
+
+def _learn(w: Work, turn: Turn, outcome: TurnOutcome, usage: Usage | None) -> None:
+    """What a turn's end says about rates."""
+    rates = w.planner.rates
+    rates.done(turn.token)
+    if outcome is not TurnOutcome.COMPLETED:
+        return
+    decode = turn.decode.worker.worker_id
+    rates.observe_turn(decode, w.now_ns - turn.begin_ns)
+    if turn.prefill is None and usage is not None:
+        # Decode's agent cannot tell computing the prompt from generating; the gateway can.
+        waited_ns = (
+            (turn.plan.predicted_ttft_us - turn.plan.candidates[0].compute_us) * 1_000
+            if (turn.plan.candidates)
+            else 0
+        )
+        computed = usage.prompt_tokens - min(usage.cached_tokens, usage.prompt_tokens)
+        rates.observe_prefill(decode, computed, max(usage.ttft_ns // 2, usage.ttft_ns - waited_ns))
 
 
 def _forgotten(number: int) -> Turn:
@@ -393,7 +436,9 @@ def session_due(w: Work, key: SessionKey) -> None:
 
 def computed(w: Work, worker_id: str, report: LegReport) -> None:
     """A leg's prompt was computed: feeds the planner and the counters."""
-    w.planner.observe_prefill(worker_id, report.computed_tokens, report.compute_ns)
+    if report.turn_token:
+        w.planner.rates.done(report.turn_token)
+    w.planner.rates.observe_prefill(worker_id, report.computed_tokens, report.compute_ns)
     key, number = w.state.turns.get(report.turn_token, (None, 0))
     w.fact(
         "leg_computed",

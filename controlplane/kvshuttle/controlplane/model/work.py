@@ -25,6 +25,7 @@ from kvshuttle.controlplane.model.effects import (
     SessionChange,
     SessionDropped,
 )
+from kvshuttle.controlplane.model.prefixes import interval
 
 if TYPE_CHECKING:
     from kvshuttle.controlplane.model.commands import Command
@@ -126,12 +127,21 @@ class Work:
         """A replica as it stands now."""
         before = self.state.replicas.put(key, replica)
         self.state.ledger.replica(key, before, replica)
+        if before is not None and replica.num_blocks < before.num_blocks:
+            self._shorten_prefix(key, replica)
         self.touch_session(key)
+
+    def _shorten_prefix(self, key: SessionKey, replica: Replica) -> None:
+        worker = self.worker(replica.worker)
+        if worker is not None and (step := interval(self.limits, worker.block_size)):
+            left = self.state.replicas_of_session(key)
+            self.state.prefixes.shorten(key, replica, step, left)
 
     def drop_replica(self, key: SessionKey, replica: Replica) -> None:
         """A replica is gone."""
         gone = self.state.replicas.drop(key, replica.name)
         self.state.ledger.replica(key, gone, None)
+        self.state.prefixes.drop(key, gone, self.state.replicas_of_session(key))
         self.touch_session(key)
 
     # -- leases --------------------------------------------------------------------------------

@@ -237,7 +237,7 @@ def stale(w: Work, worker_id: str) -> None:
         w.state.agenda.add(due_ns, Due.WORKER_FORGET, worker_id)
         return
     replica_events.forget_worker(w, worker_id)
-    w.planner.forget_worker(worker_id)
+    w.planner.rates.forget_worker(worker_id)
     w.drop_worker(worker)
 
 

@@ -14,6 +14,7 @@ from kvshuttle.controlplane.model.errors import (
     InvalidFieldError,
     SupersededError,
 )
+from kvshuttle.controlplane.model.prefixes import interval
 from kvshuttle.controlplane.services.convert import duration
 from kvshuttle.controlplane.services.errors import PermissionDeniedError
 from kvshuttle.controlplane.services.guard import caller
@@ -286,6 +287,7 @@ class AgentService(pb_grpc.AgentServiceServicer):
             clock_drift_ppm=limits.clock_drift_ppm,
             peers=[peer_out(peer) for peer in welcome.peers],
             default_retention=duration(limits.retention_ns),
+            checkpoint_interval=interval(limits, welcome.worker.block_size),
         )
 
     async def _hello(self, requests: AsyncIterator[pb.ConnectRequest]) -> Hello:

@@ -40,7 +40,7 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
         self._about = about
 
     def _out(self, worker: Worker) -> pb.Worker:
-        rate = self._runtime.registry.planner.prefill_rate(worker.ref.worker_id)
+        rate = self._runtime.registry.planner.rates.prefill_rate(worker.ref.worker_id)
         return worker_out(worker, rate)
 
     async def GetWorker(  # noqa: N802

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from kvshuttle.controlplane.model.lease import Lease
     from kvshuttle.controlplane.model.replica import Replica
-    from kvshuttle.controlplane.model.session import Placement, Session, Turn
+    from kvshuttle.controlplane.model.session import Candidate, Placement, Session, Turn
     from kvshuttle.controlplane.model.terms import Hints, TransferStats, WorkerRef
     from kvshuttle.controlplane.model.worker import Worker
 
@@ -68,6 +68,23 @@ def _placement(placement: Placement | None) -> sessions.Placement | None:
     return sessions.Placement(worker=ref_out(placement.worker), url=placement.url)
 
 
+def _candidate(one: Candidate) -> sessions.Candidate:
+    return sessions.Candidate(
+        prefill_worker_id=one.prefill,
+        decode_worker_id=one.decode,
+        return_mode=sessions.ReturnMode.ValueType(one.return_mode),
+        ttft_us=one.ttft_us,
+        queue_us=one.queue_us,
+        transfer_us=one.transfer_us,
+        compute_us=one.compute_us,
+        decode_queue_us=one.decode_queue_us,
+        forward_us=one.forward_us,
+        compute_tokens=one.compute_tokens,
+        assumed=one.assumed,
+        rejected=one.rejected,
+    )
+
+
 def turn_out(turn: Turn) -> sessions.Turn:
     """A turn, without its token."""
     plan, usage = turn.plan, turn.usage
@@ -85,6 +102,9 @@ def turn_out(turn: Turn) -> sessions.Turn:
             predicted_transfer=duration(plan.predicted_transfer_ns),
             forward_mode=types.ForwardMode.ValueType(plan.forward_mode),
             forward_reason=plan.forward_reason,
+            predicted_ttft=duration(plan.predicted_ttft_us * 1_000) if plan.candidates else None,
+            placement=plan.placement,
+            candidates=[_candidate(one) for one in plan.candidates],
         ),
         begin_time=timestamp(turn.begin_ns),
         end_time=timestamp(turn.end_ns),
@@ -174,6 +194,7 @@ def lease_out(lease: Lease) -> leases.Lease:
         stats=_stats(lease.stats) if lease.stats is not None else None,
         eager=lease.eager,
         push=lease.push,
+        source_session_id=lease.source_key.session_id if lease.source_key is not None else "",
     )
 
 

@@ -15,6 +15,7 @@ from kvshuttle.controlplane.model.reports import (
     LeaseReport,
     LegReport,
     PoolStats,
+    PrefixReport,
     ReplicaReport,
     StopReport,
 )
@@ -33,7 +34,7 @@ from kvshuttle.v1 import agent_service_pb2 as pb
 from kvshuttle.v1 import types_pb2 as types
 
 if TYPE_CHECKING:
-    from collections.abc import Collection
+    from collections.abc import Collection, Sequence
 
     import numpy.typing as npt
     from google.protobuf.duration_pb2 import Duration
@@ -52,6 +53,8 @@ COUNT_MAX = 1 << 40
 """Of tokens and bytes: sums of a million such fit into 64 bits."""
 HASH_BYTES = 64
 """The longest hash that vLLM could be set to is 32 bytes."""
+CHECKPOINTS = 64
+"""Two an octave: no chain of 2^32 blocks has more."""
 WORD_CHARS = 64
 FALLBACK_REASONS = 64
 """Each is a label of a metric; agents know about twenty."""
@@ -72,6 +75,13 @@ def _hash(value: bytes) -> bytes:
     return value
 
 
+def _checkpoints(hashes: Sequence[bytes]) -> tuple[bytes, ...]:
+    """Of a chain, from its start on."""
+    if len(hashes) > CHECKPOINTS:
+        raise ValueError(f"{len(hashes)} checkpoints, more than {CHECKPOINTS}")
+    return tuple(map(_hash, hashes))
+
+
 def _word(text: str) -> str:
     """A reason: kept in the books and shown; only its start if it is none."""
     return text[:WORD_CHARS]
@@ -88,6 +98,7 @@ def _replica_in(message: pb.ReplicaOffered) -> ReplicaReport:
         hold_remaining_ns=_span(message.hold_remaining),
         turn_token=message.turn_token,
         leg=Leg(message.leg) if message.leg else None,
+        checkpoints=_checkpoints(message.checkpoints),
     )
 
 
@@ -234,6 +245,17 @@ def apply_event(batch: AgentBatch, event: pb.AgentEvent) -> None:
         case "source_released":
             released = event.source_released
             batch.source_released(released.lease_id, _word(released.reason))
+        case "prefix_wanted":
+            wanted = event.prefix_wanted
+            batch.prefix_wanted(
+                PrefixReport(
+                    turn_token=wanted.turn_token,
+                    leg=Leg(wanted.leg),
+                    checkpoints=_checkpoints(wanted.checkpoints),
+                    have_blocks=wanted.have_blocks,
+                    usable_blocks=wanted.usable_blocks,
+                )
+            )
         case "leg_computed":
             leg = event.leg_computed
             batch.computed(
@@ -289,6 +311,7 @@ def command_out(command: c.Command) -> pb.AgentCommand:
                     min_tokens=command.min_tokens,
                     replica_blocks=command.replica_blocks,
                     push=_push_out(command.push),
+                    may_ask=command.may_ask,
                 )
             )
         case c.ForgetTurn(turn_token, leg):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvshuttle.cli.options import Options
+    from kvshuttle.cli.predictions import Actual
     from kvshuttle.client import AsyncClient
     from kvshuttle.v1 import cluster_service_pb2 as cluster_pb
     from kvshuttle.v1 import lease_service_pb2 as lease_pb
@@ -294,6 +296,16 @@ def explain_session(options: Options, session_id: str) -> int:
     return status
 
 
+def _actual(actual: Actual) -> Text:
+    text = Text.assemble((f"{human.span(actual.first_token_s):>8}", "bold"))
+    text.append(f"  {actual.off:.1f} times what was predicted")
+    if actual.computed_tokens is not None:
+        text.append(f"; {human.count(actual.computed_tokens)} tokens were computed")
+    if actual.moved_s is not None:
+        text.append(f"; moving took {human.span(actual.moved_s)}")
+    return text
+
+
 _MARKS = {"good": ("✓", "green"), "bad": ("✗", "red"), "neutral": ("·", ""), "open": ("…", "cyan")}
 
 
@@ -313,6 +325,17 @@ def _print_story(printer: Printer, one: Story) -> None:
     ]
     if one.first_token:
         said.append(("speed", Text(one.first_token)))
+    for at, way in enumerate(one.compared):
+        text = Text.assemble(
+            (f"{human.span(way.first_token_s):>8}", "bold" if way.chosen else ""),
+            f"  {way.where}: {way.how}",
+            (f" ({way.parts})" if way.parts else "", "dim"),
+        )
+        if way.note:
+            text.append(f"; {way.note}", style="dim")
+        said.append(("" if at else "predicted", text))
+    if one.actual is not None:
+        said.append(("actual", _actual(one.actual)))
     advice = one.advice
     if not advice and one.verdict == "bad" and one.remedy != NOTHING:
         advice = one.remedy
@@ -343,5 +366,7 @@ def _story_document(one: Story) -> dict[str, Any]:
         "verdict": one.verdict,
         "advice": one.advice,
         "first_token": one.first_token,
+        "predicted": [dataclasses.asdict(way) for way in one.compared],
+        "actual": dataclasses.asdict(one.actual) if one.actual is not None else None,
         "leases": [shape(lease) for lease in one.leases],
     }

@@ -1,0 +1,337 @@
+"""Where a turn runs, and how its KV gets there: predicted times compared.
+
+A turn stays where its conversation's KV is unless what waits there makes another place faster by
+more than a margin, so that a session does not go to and fro with every small difference. A turn
+that stays is planned without a look at all workers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from msgspec import Struct
+from msgspec.structs import replace
+
+from kvshuttle.controlplane.model.session import Candidate, Plan
+from kvshuttle.controlplane.model.terms import (
+    ReplicaState,
+    ReturnMode,
+    ReturnPolicy,
+    WorkerRole,
+)
+from kvshuttle.controlplane.planner import placing
+from kvshuttle.controlplane.planner.placing import Choice, Fleet
+from kvshuttle.controlplane.planner.rates import Rates
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Mapping
+
+    from kvshuttle.controlplane.model.replica import Replica
+    from kvshuttle.controlplane.model.session import Session
+    from kvshuttle.controlplane.model.worker import Worker
+
+__all__ = ["Choice", "Planner"]
+
+_NOBODY: Mapping[str, int] = MappingProxyType({})
+MOVE_LEAST_US = 50_000
+"""A session does not leave its KV to spare less than this: a tenth of what a person notices, and
+what a prediction is off by on a busy machine."""
+MOVE_SHARE = 0.25
+"""Nor to spare less than this share of the time to its first token."""
+AHEAD_NS = 1_000_000_000
+"""By the time that a session's next turn comes its queue will be another one: what lasts longer
+than this may still be there."""
+DIRECT_TOKENS = 256
+"""Default of `Limits.direct_tokens`."""
+MOST_SHOWN = 4
+"""Candidates that a plan keeps."""
+HELD_SHARE = 0.5
+"""A turn at decode alone that found less than this share of its history in decode's cache was a
+mistake: the client changes its history, and prefill had better compute it."""
+
+
+class _Ask(Struct, frozen=True):
+    """What is known of a turn that wants a place."""
+
+    session: Session
+    replicas: Collection[Replica]
+    policy: ReturnPolicy
+    excluded: Collection[str]
+    arriving: str
+
+
+@dataclass(slots=True)
+class Planner:
+    """Learns rates and decides. `min_tokens` and `direct_tokens` as in Limits."""
+
+    min_tokens: int = 64
+    direct_tokens: int = DIRECT_TOKENS
+    rates: Rates = field(default_factory=Rates)
+
+    # -- the whole -----------------------------------------------------------------------------
+    def decide(
+        self,
+        *,
+        workers: Mapping[str, Worker],
+        session: Session,
+        replicas: Collection[Replica] = (),
+        turns_on: Mapping[str, int] = _NOBODY,
+        replicas_on: Mapping[str, int] = _NOBODY,
+        policy: ReturnPolicy = ReturnPolicy.AUTO,
+        prompt_tokens: int = 0,
+        excluded: Collection[str] = (),
+        arriving: str = "",
+    ) -> tuple[Choice, Plan]:
+        """Where a turn runs, and how its KV gets there. NoWorkerError when nobody can take it.
+        `turns_on` and `replicas_on` count by worker; `prompt_tokens` is the caller's guess, 0 for
+        none; `excluded` workers are not used; `arriving` is the one to which the session's KV is on
+        its way, or empty."""
+        fleet = Fleet(workers, turns_on, replicas_on)
+        ask = _Ask(session, replicas, policy, excluded, arriving)
+        choice = placing.place(self.rates, fleet, session, replicas, excluded)
+        prompt = expected_tokens(session, prompt_tokens)
+        plan = self.plan(choice, ask.policy, prompt, ask.replicas, ask.arriving)
+        first = self.predict(choice, plan, prompt)
+        others: list[Candidate] = []
+        if first.queue_us > MOVE_LEAST_US or first.decode_queue_us > MOVE_LEAST_US:
+            elsewhere = self._elsewhere(fleet, ask, choice, prompt)
+            if elsewhere is not None:
+                moved, its_plan, its = elsewhere
+                least_us = max(MOVE_LEAST_US, int(MOVE_SHARE * first.ttft_us))
+                if its.ttft_us + least_us < first.ttft_us:
+                    others.append(first)
+                    choice, plan, first = moved, its_plan, its
+                else:
+                    slower = its.ttft_us >= first.ttft_us
+                    others.append(its if slower else replace(its, rejected="NOT_WORTH_A_MOVE"))
+        elif choice.runner_up is not None:
+            second = replace(choice, prefill=choice.runner_up)
+            others.append(self.predict(second, plan, prompt))
+        if plan.return_mode in (ReturnMode.NONE, ReturnMode.LAZY) and choice.replica is not None:
+            others.append(self._otherwise(choice, plan, prompt))
+        if choice.prefill is not None and choice.replica is not None:
+            direct = self._direct(choice, ask, plan, prompt)
+            if direct is not None and not direct.rejected and direct.ttft_us < first.ttft_us:
+                others.insert(0, first)
+                choice = replace(choice, prefill=None, placement="SHORT_PROMPT")
+                plan = Plan(
+                    ReturnMode.DIRECT,
+                    "SHORT_PROMPT",
+                    plan.reusable_tokens,
+                    plan.predicted_recompute_ns,
+                    plan.predicted_transfer_ns,
+                )
+                first = direct
+            elif direct is not None:
+                others.append(direct)
+        shown = (first, *others[: MOST_SHOWN - 1])
+        return choice, replace(plan, placement=choice.placement, candidates=shown)
+
+    # -- how -----------------------------------------------------------------------------------
+    def plan(
+        self,
+        choice: Choice,
+        policy: ReturnPolicy,
+        prompt_tokens: int,
+        copies: Collection[Replica] = (),
+        arriving: str = "",
+    ) -> Plan:
+        """How the KV reaches the worker that computes the prompt: moved where that is predicted
+        cheaper than computing again. What that worker has in its own cache by chance is not known
+        here, so this compares for the whole replica; it reads only what it misses."""
+        replica = choice.replica
+        reusable = replica.num_tokens if replica else 0
+        destination = choice.prefill or choice.decode
+        source = choice.holder
+        if choice.prefill is None and (replica is None or source is destination):
+            return Plan(ReturnMode.DIRECT, "SAME_WORKER", reusable)
+        if replica is None:
+            return Plan(ReturnMode.NONE, choice.lack)
+        # A prompt that is known to be short cannot use more than itself.
+        useful = min(reusable, prompt_tokens) if prompt_tokens else reusable
+        name = destination.ref.worker_id
+        recompute_ns = self.rates.computes_ns(name, useful)
+        share = useful / max(reusable, 1)
+        transfer_ns = self.rates.moves_ns(source, name, replica.num_blocks * share)
+        if policy is ReturnPolicy.NEVER:
+            mode, reason = ReturnMode.NONE, "POLICY_NEVER"
+        elif policy is not ReturnPolicy.ALWAYS and (
+            useful < self.min_tokens or recompute_ns <= transfer_ns
+        ):
+            mode, reason = ReturnMode.NONE, "CHEAPER_TO_RECOMPUTE"
+        elif _has(copies, destination, replica):
+            mode, reason = ReturnMode.EAGER, "EAGER_HIT"
+        elif arriving == name:
+            mode, reason = ReturnMode.EAGER, "EAGER_IN_FLIGHT"
+        elif policy is ReturnPolicy.ALWAYS:
+            mode, reason = ReturnMode.LAZY, "POLICY_ALWAYS"
+        else:
+            mode, reason = ReturnMode.LAZY, "CHEAPER_TO_MOVE"
+        return Plan(mode, reason, reusable, recompute_ns, transfer_ns)
+
+    def cheaper_to_move(
+        self, num_tokens: int, num_blocks: int, source: Worker, destination: Worker
+    ) -> bool:
+        """Whether moving so much is faster than computing it."""
+        name = destination.ref.worker_id
+        recompute = self.rates.computes_ns(name, num_tokens)
+        return self.rates.moves_ns(source, name, num_blocks) < recompute
+
+    # -- how long ------------------------------------------------------------------------------
+    def predict(self, choice: Choice, plan: Plan, prompt: int) -> Candidate:
+        """What a placement with a plan is predicted to take. Of a prompt whose length nobody said
+        the part that was not there before is guessed."""
+        rates, decode, prefill = self.rates, choice.decode, choice.prefill
+        worker = prefill or decode
+        name = worker.ref.worker_id
+        mode = plan.return_mode
+        moved = mode is ReturnMode.LAZY or plan.reason == "EAGER_IN_FLIGHT"
+        kept = 0 if mode is ReturnMode.NONE else plan.reusable_tokens
+        whole = prompt or plan.reusable_tokens + int(rates.leg_tokens)
+        computes = max(1, whole - kept)
+        assumed: tuple[str, ...] = ()
+        if not rates.prefill_rate(name):
+            assumed = ("PREFILL_RATE",)
+        forward_ns = 0
+        if prefill is not None:
+            there = plan.reusable_tokens if choice.holder is decode else 0
+            blocks = max(0, whole - there) / (decode.block_size or 32)
+            forward_ns = rates.moves_ns(prefill, decode.ref.worker_id, blocks)
+            if not rates.link_rate(name, decode.ref.worker_id):
+                assumed = (*assumed, "LINK_RATE")
+        return Candidate(
+            prefill.ref.worker_id if prefill is not None else "",
+            decode.ref.worker_id,
+            mode,
+            rates.queue_ns(worker) // 1_000,
+            plan.predicted_transfer_ns // 1_000 if moved else 0,
+            rates.computes_ns(name, computes) // 1_000,
+            rates.decode_queue_ns(decode) // 1_000,
+            forward_ns // 1_000,
+            computes if prompt else 0,
+            assumed,
+        )
+
+    def _otherwise(self, choice: Choice, plan: Plan, prompt: int) -> Candidate:
+        """Computing again instead of moving, or the other way round."""
+        lazy = plan.return_mode is ReturnMode.LAZY
+        mode = ReturnMode.NONE if lazy else ReturnMode.LAZY
+        other = self.predict(choice, replace(plan, return_mode=mode), prompt)
+        if plan.reason.startswith("POLICY"):
+            return replace(other, rejected=plan.reason)
+        return other
+
+    def _direct(self, choice: Choice, ask: _Ask, plan: Plan, prompt: int) -> Candidate | None:
+        """The same turn at decode alone; None where it has no cache that could be found again."""
+        decode = choice.decode
+        if choice.holder is not decode or not decode.prefix_caching:
+            return None
+        alone = replace(choice, prefill=None)
+        its = self.predict(alone, replace(plan, return_mode=ReturnMode.DIRECT, reason=""), prompt)
+        return replace(its, rejected=self._why_not_direct(ask, its))
+
+    def _why_not_direct(self, ask: _Ask, its: Candidate) -> str:
+        if ask.policy is not ReturnPolicy.AUTO:
+            return "POLICY_NEVER" if ask.policy is ReturnPolicy.NEVER else "POLICY_ALWAYS"
+        if not self.direct_tokens:
+            return "DIRECT_OFF"
+        if not its.compute_tokens:
+            return "LENGTH_UNKNOWN"
+        if its.compute_tokens > self.direct_tokens:
+            # It would hold up the answers that decode is generating.
+            return "LONG_PROMPT"
+        return "HISTORY_CHANGED" if _missed(ask.session) else ""
+
+    # -- ahead ---------------------------------------------------------------------------------
+    def next_prefill(self, workers: Mapping[str, Worker], last: str) -> Worker | None:
+        """The prefill worker that will probably get a session's next turn: the one that had its
+        last, unless so much waits there that the turn would be placed elsewhere. None where no
+        worker only prefills."""
+        stays = workers.get(last)
+        if stays is not None and stays.ready and stays.role is WorkerRole.PREFILL:
+            if self.rates.queue_ns(stays) <= MOVE_LEAST_US * 1_000:
+                return stays
+        else:
+            stays = None
+        found = [w for w in workers.values() if w.ready and w.role is WorkerRole.PREFILL]
+        least = min(found, key=lambda w: (self.rates.queue_ns(w), w.ref.worker_id), default=None)
+        if stays is None or least is None:
+            return least
+        spared_ns = self.rates.queue_ns(stays) - self.rates.queue_ns(least)
+        return least if spared_ns > AHEAD_NS else stays
+
+    # -- elsewhere -----------------------------------------------------------------------------
+    def _elsewhere(
+        self, fleet: Fleet, ask: _Ask, stays: Choice, prompt: int
+    ) -> tuple[Choice, Plan, Candidate] | None:
+        """The best placement on other workers: another prefill with the same decode, then another
+        decode with the better of the two. None when there is none."""
+
+        def tried(choice: Choice) -> tuple[Choice, Plan, Candidate]:
+            plan = self.plan(choice, ask.policy, prompt, ask.replicas, ask.arriving)
+            return choice, plan, self.predict(choice, plan, prompt)
+
+        def cost(one: tuple[Choice, Plan, Candidate]) -> tuple[int, str, str]:
+            return one[2].ttft_us, one[2].prefill, one[2].decode
+
+        able = placing.able(fleet, ask.excluded)
+        base = replace(stays, source=stays.holder, placement="SHORTER_QUEUE", runner_up=None)
+        best = None
+        if stays.prefill is not None:
+            others = [
+                tried(replace(base, prefill=one))
+                for one in placing.prefills(able, stays.decode)
+                if one is not stays.prefill
+            ]
+            best = min(others, key=cost, default=None)
+        computing = [stays.prefill]
+        if best is not None:
+            computing.append(best[0].prefill)
+        for prefill in computing:
+            for decode in placing.decoders(able):
+                if decode is stays.decode or decode is prefill:
+                    continue
+                if prefill is None and placing.prefills(able, decode):
+                    continue
+                one = tried(replace(base, prefill=prefill, decode=decode))
+                if best is None or cost(one) < cost(best):
+                    best = one
+        return best
+
+
+def expected_tokens(session: Session, asked: int) -> int:
+    """A prompt's length: what the engine counted for the last turn, and what the caller's guess has
+    grown by since, in the proportion in which it was wrong then. The guess alone for a first turn;
+    0 where there is none."""
+    last = session.last_ended()
+    if not asked or last is None or last.usage is None or not last.asked_tokens:
+        return asked
+    counted = last.usage.prompt_tokens
+    if not counted:
+        return asked
+    ratio = min(max(counted / last.asked_tokens, 0.125), 8.0)
+    if asked < last.asked_tokens:
+        return max(1, int(asked * ratio))
+    return int(counted + (asked - last.asked_tokens) * ratio)
+
+
+def _has(copies: Collection[Replica], worker: Worker, replica: Replica) -> bool:
+    """Whether a worker has all of a replica in its own cache."""
+    return any(
+        one.worker == worker.ref
+        and one.head_hash == replica.head_hash
+        and one.state is not ReplicaState.GONE
+        and one.num_blocks >= replica.num_blocks
+        for one in copies
+        if one is not replica
+    )
+
+
+def _missed(session: Session) -> bool:
+    last = session.last_ended()
+    if last is None or last.usage is None or last.plan.reason != "SHORT_PROMPT":
+        return False
+    hoped = min(last.plan.reusable_tokens, last.usage.prompt_tokens)
+    return last.usage.cached_tokens < HELD_SHARE * hoped

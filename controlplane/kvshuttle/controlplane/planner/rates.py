@@ -1,0 +1,226 @@
+"""What agents' reports teach: how fast a worker computes, how fast a link moves, who waits.
+
+A prediction is only as good as its rates, so a rate is learned from samples that are large enough
+to show it (a small transfer is mostly latency and would make a fast link look slow), and one sample
+that is far off moves it no farther than a factor of eight would.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvshuttle.controlplane.model.worker import Worker
+
+__all__ = [
+    "LINK_BYTES_PER_S",
+    "OVERHEAD_NS",
+    "PREFILL_TOKENS_PER_S",
+    "SECOND",
+    "Backlog",
+    "Rate",
+    "Rates",
+    "Wait",
+]
+
+SECOND = 1_000_000_000
+PREFILL_TOKENS_PER_S = 2_000.0
+"""Before anything was reported: a small model on a CPU core. A fast engine corrects it with its
+first prompt; too low a guess only returns what might have been computed as fast."""
+PREFILL_BOUNDS = (1.0, 1e7)
+"""Slower than a token a second is no engine, and faster than ten million a broken clock."""
+LINK_BYTES_PER_S = 1e9
+"""Before anything was reported: shared memory or a 10 GbE link."""
+LINK_BOUNDS = (1e5, 1e13)
+"""A modem, and ten times eight 400 Gb NICs."""
+OVERHEAD_NS = 10_000_000
+"""Harden, grant and the read's set-up before anything was reported; mostly hidden behind the HTTP
+request."""
+WAIT_MOST_NS = 5 * SECOND
+"""The guard: a grant that takes longer is none."""
+TURN_NS = 5 * SECOND
+"""How long a place at decode is taken by one turn, before one has ended."""
+TURN_MOST_NS = 600 * SECOND
+"""A turn that nobody ends is abandoned then."""
+NEW_TOKENS = 512.0
+"""What a turn adds to its conversation where its caller says nothing, before legs were seen."""
+PREFILL_SAMPLE_TOKENS = 64
+LINK_SAMPLE_BYTES = 8 << 20
+SMOOTHING = 0.25
+"""Weight of a new sample: follows a change within about eight samples."""
+OUTLIER = 8.0
+"""A sample counts as this many times the rate at most, and as no less than this part of it."""
+LOADING = 2
+"""Requests that an engine calls waiting while their KV is moved in; so many, and a quarter of those
+that run, are no queue for a place."""
+
+
+@dataclass(slots=True)
+class Rate:
+    """An exponentially weighted mean of amount per second, between a floor and a ceiling. 0 until
+    the first sample that is large enough; then whoever asks uses the prior."""
+
+    enough: float
+    least: float = 0.0
+    most: float = float("inf")
+    value: float = 0.0
+
+    def observe(self, amount: float, elapsed_ns: int) -> None:
+        """One sample. Too small a sample counts only where it shows that the rate is higher."""
+        if amount <= 0 or elapsed_ns <= 0:
+            return
+        sample = min(max(amount * SECOND / elapsed_ns, self.least), self.most)
+        known = self.value
+        if amount < self.enough:
+            if known and sample > known:
+                self.value = min(sample, known * OUTLIER)
+            return
+        if known:
+            sample = min(max(sample, known / OUTLIER), known * OUTLIER)
+            sample = known + SMOOTHING * (sample - known)
+        self.value = sample
+
+
+@dataclass(slots=True)
+class Wait:
+    """An exponentially weighted mean of times, in ns, none longer than `most`, from a prior that
+    counts as a sample."""
+
+    value: float
+    most: int
+
+    def observe(self, ns: int) -> None:
+        """One sample."""
+        if ns >= 0:
+            self.value += SMOOTHING * (min(ns, self.most) - self.value)
+
+
+@dataclass(slots=True)
+class Backlog:
+    """Prompt tokens that a worker has been given and has not said that it computed, and in how many
+    legs. Known at once, where a heartbeat is up to a second old."""
+
+    tokens: float = 0.0
+    legs: int = 0
+
+
+@dataclass(slots=True)
+class Rates:
+    """All that is learned. Sources: `prefill` of LegComputed (and, for a turn that decode computed
+    alone, of the gateway's time to first token); `links` of LeaseStopped; `grants` of the time from
+    Harden to LeaseHardened; `turns` of BeginTurn to EndTurn; queues of what was given and not yet
+    reported as computed, and of heartbeats."""
+
+    prefill: dict[str, Rate] = field(default_factory=dict)
+    links: dict[tuple[str, str], Rate] = field(default_factory=dict)
+    grants: dict[str, Wait] = field(default_factory=dict)
+    turns: dict[str, Wait] = field(default_factory=dict)
+    backlogs: dict[str, Backlog] = field(default_factory=dict)
+    # Legs that were given and not reported, by turn token.
+    given: dict[str, tuple[str, float]] = field(default_factory=dict)
+    leg_tokens: float = NEW_TOKENS
+    """Tokens that a leg computes, in the mean."""
+
+    # -- reports -------------------------------------------------------------------------------
+    def observe_prefill(self, worker_id: str, tokens: int, elapsed_ns: int) -> None:
+        """A worker computed so many prompt tokens."""
+        rate = self.prefill.get(worker_id)
+        if rate is None:
+            rate = self.prefill[worker_id] = Rate(PREFILL_SAMPLE_TOKENS, *PREFILL_BOUNDS)
+        rate.observe(tokens, elapsed_ns)
+        if tokens > 0 and elapsed_ns > 0:
+            self.leg_tokens += SMOOTHING * (tokens - self.leg_tokens)
+
+    def observe_transfer(self, source: str, destination: str, size: int, elapsed_ns: int) -> None:
+        """So many bytes were moved."""
+        rate = self.links.get((source, destination))
+        if rate is None:
+            rate = self.links[source, destination] = Rate(LINK_SAMPLE_BYTES, *LINK_BOUNDS)
+        rate.observe(size, elapsed_ns)
+
+    def observe_grant(self, source: str, wait_ns: int) -> None:
+        """A source took so long to hold a range."""
+        wait = self.grants.get(source)
+        if wait is None:
+            wait = self.grants[source] = Wait(OVERHEAD_NS, WAIT_MOST_NS)
+        wait.observe(wait_ns)
+
+    def observe_turn(self, decode: str, elapsed_ns: int) -> None:
+        """A turn had a place at decode for so long."""
+        wait = self.turns.get(decode)
+        if wait is None:
+            wait = self.turns[decode] = Wait(TURN_NS, TURN_MOST_NS)
+        wait.observe(elapsed_ns)
+
+    def give(self, token: str, worker_id: str, tokens: float) -> None:
+        """A leg with so many tokens to compute is on its way to a worker."""
+        backlog = self.backlogs.get(worker_id)
+        if backlog is None:
+            backlog = self.backlogs[worker_id] = Backlog()
+        backlog.tokens += tokens
+        backlog.legs += 1
+        self.given[token] = (worker_id, tokens)
+
+    def done(self, token: str) -> None:
+        """It was computed, or will not be."""
+        given = self.given.pop(token, None)
+        if given is None:
+            return
+        backlog = self.backlogs.get(given[0])
+        if backlog is not None:
+            backlog.legs -= 1
+            # Sums of floats do not come back to 0 by themselves.
+            backlog.tokens = max(0.0, backlog.tokens - given[1]) if backlog.legs else 0.0
+
+    def forget_worker(self, worker_id: str) -> None:
+        """A worker is no longer listed."""
+        for table in (self.prefill, self.grants, self.turns, self.backlogs):
+            table.pop(worker_id, None)
+        for pair in [pair for pair in self.links if worker_id in pair]:
+            del self.links[pair]
+
+    # -- what is known -------------------------------------------------------------------------
+    def prefill_rate(self, worker_id: str) -> float:
+        """Prompt tokens a second; 0 while nothing was measured."""
+        rate = self.prefill.get(worker_id)
+        return rate.value if rate is not None else 0.0
+
+    def link_rate(self, source: str, destination: str) -> float:
+        """Bytes a second; 0 while nothing was measured."""
+        rate = self.links.get((source, destination))
+        return rate.value if rate is not None else 0.0
+
+    def computes_ns(self, worker_id: str, tokens: float) -> int:
+        """How long a worker takes to compute so many prompt tokens."""
+        return int(tokens * SECOND / (self.prefill_rate(worker_id) or PREFILL_TOKENS_PER_S))
+
+    def moves_ns(self, source: Worker, destination: str, num_blocks: float) -> int:
+        """How long it takes to move so many blocks, with the wait for the grant."""
+        name = source.ref.worker_id
+        link = self.link_rate(name, destination) or LINK_BYTES_PER_S
+        wait = self.grants.get(name)
+        overhead = wait.value if wait is not None else OVERHEAD_NS
+        return int(overhead + num_blocks * source.bytes_per_block * SECOND / link)
+
+    def queue_ns(self, worker: Worker) -> int:
+        """How long a prompt that comes now waits for what a worker has to compute before it."""
+        name = worker.ref.worker_id
+        backlog = self.backlogs.get(name)
+        tokens = backlog.tokens if backlog is not None else 0.0
+        # Requests that wait there and are no turns of ours, by the last heartbeat.
+        others = worker.pool.waiting_requests - (backlog.legs if backlog is not None else 0)
+        if others > LOADING:
+            tokens += others * self.leg_tokens
+        return self.computes_ns(name, tokens) if tokens else 0
+
+    def decode_queue_ns(self, worker: Worker) -> int:
+        """How long a request waits for a place at decode: those before it, by the last heartbeat,
+        and a place comes free as often as the running ones end."""
+        pool = worker.pool
+        waiting = pool.waiting_requests - LOADING - pool.running_requests // 4
+        if waiting <= 0:
+            return 0
+        wait = self.turns.get(worker.ref.worker_id)
+        turn_ns = wait.value if wait is not None else TURN_NS
+        return int(waiting * turn_ns / max(1, pool.running_requests))
