@@ -52,6 +52,9 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=30.0, help="of traffic (30)")
     parser.add_argument("--seed", type=int, default=None, help="of all choices (the clock's)")
     parser.add_argument("--mode", choices=["both", "eager", "lazy"], default="both")
+    parser.add_argument(
+        "--forward", default="", help="the control plane's --forward; its own default if absent"
+    )
     parser.add_argument("--kill-engines", action="store_true", help="SIGKILL to engines too")
     parser.add_argument(
         "--plant", choices=PLANTED, help="a defect in prefill: the soak must fail, and say of what"
@@ -69,7 +72,7 @@ def main() -> int:
     modes = {"both": [True, False], "eager": [True], "lazy": [False]}[options.mode]
     clusters = contextlib.contextmanager(soak_cluster)
     with (
-        clusters(options.model.resolve(), directory, modes[0]) as cluster,
+        clusters(options.model.resolve(), directory, _flags(options, modes[0])) as cluster,
         contextlib.closing(Judge(cluster.plain.url)) as judge,
     ):
         if options.plant:
@@ -80,7 +83,7 @@ def main() -> int:
             eager = modes[number % len(modes)]
             if number and len(modes) > 1:
                 cluster.control_plane.stop()
-                cluster.start_control_plane("--eager" if eager else "--no-eager")
+                cluster.start_control_plane(*_flags(options, eager))
             start = time.monotonic()
             _round(cluster, judge, tally, f"{seed}-{number}", min(ROUND_S, left_s), options)
             left_s -= time.monotonic() - start
@@ -100,6 +103,12 @@ def main() -> int:
             result["violations"] = [f"no {name}" for name in tame]
     print(json.dumps(result))
     return 1 if result["violations"] else 0
+
+
+def _flags(options: argparse.Namespace, eager: bool) -> list[str]:
+    """Of the control plane."""
+    forward = ["--forward", options.forward] if options.forward else []
+    return ["--eager" if eager else "--no-eager", *forward]
 
 
 def _round(

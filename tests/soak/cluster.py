@@ -158,12 +158,13 @@ def store_args(directory: Path) -> list[str]:
     return ["--store", str(directory / "controlplane.sqlite")]
 
 
-def soak_cluster(model: Path, directory: Path, eager: bool) -> Iterator[SoakCluster]:
+def soak_cluster(model: Path, directory: Path, flags: list[str]) -> Iterator[SoakCluster]:
     """Starts everything; ends it when the generator ends."""
     cpus = engine_cpus()
     with Stack() as stack:
-        mode = "--eager" if eager else "--no-eager"
-        control_plane = ControlPlane(directory=directory, extra_args=[*store_args(directory), mode])
+        control_plane = ControlPlane(
+            directory=directory, extra_args=[*store_args(directory), *flags]
+        )
         stack.start(control_plane)
         prefill, decode = (
             Engine(
