@@ -81,7 +81,7 @@ sim: $(VENV)/.dev ## the lease protocol on virtual time: seeded faults, invarian
 sim-exhaustive: $(VENV)/.dev ## every order of events around one lease, as far as a minute goes
 	@$(BIN)/python -m tests.simulation.exhaustive $(ARGS)
 
-# make soak MINUTES=5; ARGS="--seed 7 --kill-engines"; ARGS="--plant wrong-kv" must fail
+# make soak MINUTES=5; ARGS="--seed 7 --kill"; ARGS="--plant wrong-kv" must fail
 MINUTES ?= 30
 soak: model ## random traffic and trouble on real engines, both oracles; MINUTES=30
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) $(ARGS)

@@ -4,9 +4,9 @@
 
 Eight clients hold conversations that go on, fork, shrink, are rewritten, go away and come back, on
 engines with too little memory, while caches are reset, programs stand still, transfers are slow and
-the control plane is killed (engines too, with `--kill-engines`). Every answer is compared with one
-plain engine's: status, tokens, logprobs. After every round all sessions end, and nothing may be
-held. Rounds return eagerly and lazily by turns.
+the control plane is killed (engines and the gateway too, with `--kill`). Every answer is compared
+with one plain engine's: status, tokens, logprobs. After every round all sessions end, and nothing
+may be held. Rounds return eagerly and lazily by turns.
 
 Prints a line a round; the last line is JSON. Exit status 1 after any violation, and where the run
 was too tame to prove anything. `actions.jsonl` in the output folder has every step. A seed repeats
@@ -55,7 +55,9 @@ def main() -> int:
     parser.add_argument(
         "--forward", default="", help="the control plane's --forward; its own default if absent"
     )
-    parser.add_argument("--kill-engines", action="store_true", help="SIGKILL to engines too")
+    parser.add_argument(
+        "--kill", action="store_true", help="SIGKILL to engines and the gateway too"
+    )
     parser.add_argument(
         "--plant", choices=PLANTED, help="a defect in prefill: the soak must fail, and say of what"
     )
@@ -123,7 +125,7 @@ def _round(
         SoakClient(f"c{i}-{seed}", cluster, judge, tally, random.Random(f"{seed}-{i}"))
         for i in range(CLIENTS)
     ]
-    chaos = Chaos(cluster, tally, random.Random(f"{seed}-chaos"), kill_engines=options.kill_engines)
+    chaos = Chaos(cluster, tally, random.Random(f"{seed}-chaos"), kill=options.kill)
     threads: list[SoakClient | Chaos] = [*clients, chaos]
     for thread in threads:
         thread.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from typing import TYPE_CHECKING
@@ -11,7 +12,7 @@ import httpx
 from tests.soak.cluster import DECODE, PREFILL, SoakCluster
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from random import Random
 
     from kvshuttle.localstack.process import ManagedProcess
@@ -25,9 +26,8 @@ OUTAGE_MARGIN_S = 3.0
 class Chaos(threading.Thread):
     """One trouble after the other until told to stop; leaves everything running."""
 
-    def __init__(
-        self, cluster: SoakCluster, tally: Tally, chance: Random, *, kill_engines: bool
-    ) -> None:
+    def __init__(self, cluster: SoakCluster, tally: Tally, chance: Random, *, kill: bool) -> None:
+        """`kill`: engines and the gateway too, so that requests may fail."""
         super().__init__(name="chaos", daemon=True)
         self.stopping = threading.Event()
         self._cluster = cluster
@@ -41,8 +41,8 @@ class Chaos(threading.Thread):
             (1.0, self._kill_control_plane),
             (2.0, self._slow_reads),
         ]
-        if kill_engines:
-            self._troubles.append((0.3, self._kill_engine))
+        if kill:
+            self._troubles += [(0.3, self._kill_engine), (0.5, self._kill_gateway)]
 
     def run(self) -> None:
         """Until told to stop."""
@@ -103,17 +103,37 @@ class Chaos(threading.Thread):
             time.sleep(self._chance.uniform(0.0, 0.5))
         self._cluster.start_again()
 
+    def _kill_gateway(self) -> None:
+        with self._outage():
+            self._tally.add("kill", program="gateway")
+            self._cluster.gateway.kill()
+            time.sleep(self._chance.uniform(0.0, 2.0))
+            self._cluster.gateway.start()
+            self._cluster.gateway.wait_ready()
+
     def _kill_engine(self) -> None:
         name = self._chance.choice(WORKERS)
         engine = self._cluster.engines[name]
-        start = time.monotonic()
-        # Open until it is back; what failed before it ends counts as failed in an outage.
-        self._cluster.outage(start, float("inf"))
-        self._tally.add("kill", program=name)
-        self._cluster.count_preemptions()
-        engine.kill()
-        self._cluster.new_process(name)
-        self._cluster.view.fence(self._cluster.view.workers()[name].ref, "killed by the soak")
-        engine.restart()
-        self._cluster.start_again()
-        self._cluster.close_outage(time.monotonic() + OUTAGE_MARGIN_S)
+        with self._outage():
+            # Now and then again while it starts.
+            for _ in range(self._chance.choice([1, 1, 2])):
+                self._tally.add("kill", program=name)
+                self._cluster.count_preemptions()
+                ref = self._cluster.view.workers()[name].ref
+                engine.kill()
+                self._cluster.new_process(name)
+                engine.start()
+                # Without it, what the dead one may be writing to stays in quarantine.
+                time.sleep(self._chance.uniform(0.0, 10.0))
+                self._cluster.view.fence(ref, "killed by the soak")
+            engine.wait_ready()
+            self._cluster.start_again()
+
+    @contextlib.contextmanager
+    def _outage(self) -> Iterator[None]:
+        """Until it is over, and a moment after, requests may fail."""
+        self._cluster.outage(time.monotonic(), float("inf"))
+        try:
+            yield
+        finally:
+            self._cluster.close_outage(time.monotonic() + OUTAGE_MARGIN_S)

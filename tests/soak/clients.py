@@ -80,6 +80,9 @@ class SoakClient(threading.Thread):
         headers = {} if talk.session is None else {"X-Session-ID": talk.session}
         if self._chance.random() < 0.15:
             headers["X-KVShuttle-Return"] = self._chance.choice(["never", "always"])
+        if self._chance.random() < 0.1:
+            # Two requests at once may have one id.
+            headers["X-Request-ID"] = self._chance.choice(["same-1", "same-2"])
         if self._chance.random() < 0.2:
             self._cancel(body, headers, self._chance.uniform(0.0, 2.5))
             if self._chance.random() < 0.5:
