@@ -13,8 +13,10 @@ line; exit status 1 if a mutant survives, or is caught by other tests than those
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import queue
 import re
 import shutil
 import subprocess
@@ -51,7 +53,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutation")
     parser.add_argument("names", nargs="*", help="mutants; none means all")
     parser.add_argument("--thorough", action="store_true", help="not only by the tests named")
-    parser.add_argument("--no-explorers", action="store_true", help="tests only")
+    parser.add_argument("--named-only", action="store_true", help="by nothing else")
     parser.add_argument("--schedules", type=int, default=600, help="of the simulation, a mutant")
     parser.add_argument("--steps", type=int, default=6_000, help="of the exploration, a mutant")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
@@ -62,8 +64,12 @@ def main() -> int:
     chosen = [x for x in MUTANTS if not options.names or x.name in options.names]
     began = time.monotonic()
     verdicts = []
-    with ThreadPoolExecutor(options.jobs) as pool:
-        for verdict in pool.map(lambda x: _judge(x, options), chosen):
+    with (
+        tempfile.TemporaryDirectory(prefix="kvshuttle-mutants-") as directory,
+        ThreadPoolExecutor(options.jobs) as pool,
+    ):
+        trees = _Trees(options.jobs, Path(directory))
+        for verdict in pool.map(lambda x: _judge(x, trees, options), chosen):
             verdicts.append(verdict)
             by = verdict.caught_by or "SURVIVES"
             note = "" if verdict.named or not verdict.caught_by else "  (not named)"
@@ -89,26 +95,46 @@ def main() -> int:
     return 1 if survivors or (elsewhere and not options.thorough) else 0
 
 
-def _judge(mutant: Mutant, options: argparse.Namespace) -> Verdict:
-    began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="kvshuttle-mutant-") as directory:
-        tree = Path(directory)
-        for name in SOURCES:
-            shutil.copytree(
-                ROOT / name, tree / name, ignore=shutil.ignore_patterns("__pycache__", ".*")
-            )
-        for name in FILES:
-            shutil.copy(ROOT / name, tree / name)
+class _Trees:
+    """Copies of the tree, one a job, each mended after every mutant: what did not change stays
+    compiled."""
+
+    def __init__(self, count: int, directory: Path) -> None:
+        self._free: queue.SimpleQueue[Path] = queue.SimpleQueue()
+        for number in range(count):
+            tree = directory / str(number)
+            for name in SOURCES:
+                shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns(".*"))
+            for name in FILES:
+                shutil.copy(ROOT / name, tree / name)
+            self._free.put(tree)
+
+    @contextlib.contextmanager
+    def mutated(self, mutant: Mutant) -> Iterator[Path]:
+        """A copy with a rule broken."""
+        tree = self._free.get()
         target = tree / mutant.path
-        target.write_text(target.read_text().replace(mutant.before, mutant.after))
+        source = target.read_text()
+        if source.count(mutant.before) != 1:
+            raise LookupError(f"{mutant.name}: {mutant.path} does not have its piece exactly once")
+        try:
+            target.write_text(source.replace(mutant.before, mutant.after))
+            yield tree
+        finally:
+            target.write_text(source)
+            self._free.put(tree)
+
+
+def _judge(mutant: Mutant, trees: _Trees, options: argparse.Namespace) -> Verdict:
+    with trees.mutated(mutant) as tree:
+        began = time.monotonic()
         caught_by, named = "", False
         if not options.thorough:
             caught_by, named = _look(tree, mutant.seen_by, options), True
-        if not caught_by:
+        if not caught_by and not options.named_only:
             # What should see it does not: is there anything else that does?
-            explorers = () if options.no_explorers else (SIMULATION, EXPLORATION)
-            caught_by, named = _look(tree, (*UNITS, *explorers), options), False
-    return Verdict(mutant, caught_by, named, time.monotonic() - began)
+            caught_by, named = _look(tree, (*UNITS, SIMULATION, EXPLORATION), options), False
+        return Verdict(mutant, caught_by, named, time.monotonic() - began)
 
 
 def _look(tree: Path, looks: tuple[str, ...], options: argparse.Namespace) -> str:

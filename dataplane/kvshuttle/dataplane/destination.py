@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kvshuttle.dataplane import extensions
+from kvshuttle.dataplane import extensions, journal
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.checkpoints import checkpoints
 from kvshuttle.dataplane.clock import Clock, destination_deadline
@@ -293,6 +293,14 @@ class DestinationSide:
             leg.claimed_by = request_id
             leg.settled = True
         offset = match.start - grant.start
+        journal.note(
+            "landing_held",
+            blocks=landing,
+            lease=grant.lease_id,
+            read=request_id,
+            source=grant.source[0],
+            source_incarnation=grant.source[1],
+        )
         self._out.order(
             m.Read(
                 request_id=request_id,
@@ -352,6 +360,7 @@ class DestinationSide:
         load.transfer_ns = max(load.transfer_ns, message.transfer_ns)
         if load.ranks_left:
             return
+        journal.note("landing_let_go", lease=message.lease_id, read=message.request_id)
         self._holds.release(load.hold)
         self._drop(load.grant)
         stopped = agent_pb2.LeaseStopped(

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from kvshuttle.dataplane import journal
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import Clock
 from kvshuttle.dataplane.counters import Counters
@@ -156,6 +157,7 @@ class EagerSide:
         if piece.ranks_left:
             return True
         del self._by_piece[piece.name]
+        journal.note("landing_let_go", lease=job.grant.lease_id, read=piece.name)
         job.piece = None
         if piece.published:
             self._land(job, piece)
@@ -242,6 +244,14 @@ class EagerSide:
             name, self.holds.adopt(HoldKind.LANDING, landing), indexes, self.out.num_ranks
         )
         self._by_piece[name] = job
+        journal.note(
+            "landing_held",
+            blocks=landing,
+            lease=job.grant.lease_id,
+            read=name,
+            source=job.grant.source[0],
+            source_incarnation=job.grant.source[1],
+        )
         self.out.order(
             m.Read(
                 request_id=name,

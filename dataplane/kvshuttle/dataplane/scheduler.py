@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kvshuttle.dataplane import journal
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import Clock
 from kvshuttle.dataplane.counters import Counters
@@ -308,6 +309,13 @@ class SchedulerAgent:
                 self._generation = item.generation
                 self._highest_epoch = max(self._highest_epoch, item.epoch)
                 self._lineage = item.welcome.lineage_id
+                journal.note(
+                    "welcomed",
+                    worker=self._worker_id,
+                    incarnation=item.welcome.incarnation,
+                    epoch=item.epoch,
+                    lineage=self._lineage,
+                )
                 self.source.drift_ppm = item.welcome.clock_drift_ppm
                 self.source.checkpoint_interval = item.welcome.checkpoint_interval
                 self.destination.checkpoint_interval = item.welcome.checkpoint_interval
@@ -341,7 +349,16 @@ class SchedulerAgent:
             _log.warning("stale_commands_dropped", count=len(batch.commands), epoch=batch.epoch)
             return
         for command in batch.commands:
+            if journal.enabled():
+                self._note_order(command, batch.epoch)
             self._obey(command)
+
+    def _note_order(self, command: agent_pb2.AgentCommand, epoch: int) -> None:
+        kind = command.WhichOneof("command")
+        if kind not in ("harden", "grant", "extend", "revoke", "reader_stopped"):
+            return
+        order = getattr(command, kind)
+        journal.note("obeys", order=kind, lease=order.lease_id, version=order.version, epoch=epoch)
 
     def _obey(self, command: agent_pb2.AgentCommand) -> None:
         match command.WhichOneof("command"):

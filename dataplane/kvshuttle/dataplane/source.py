@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvshuttle.dataplane import journal
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.checkpoints import checkpoints
 from kvshuttle.dataplane.clock import Clock, source_deadline
@@ -250,6 +251,14 @@ class SourceSide:
             number=(command.lease_epoch, command.lease_seq),
         )
         self._leases[lease.lease_id] = lease
+        journal.note(
+            "range_held",
+            blocks=block_ids,
+            lease=lease.lease_id,
+            version=lease.version,
+            reader=lease.destination[0],
+            reader_incarnation=lease.destination[1],
+        )
         # The movers answer the reader from now on; they hear of it before the reader can.
         self._out.order(m.Serve(lease.lease_id, lease.deadline_ns))
         hashes = replica.hashes[start : start + len(block_ids)]
@@ -340,6 +349,7 @@ class SourceSide:
         lease.ranks_unserved += 1
         if lease.ranks_unserved >= self._out.num_ranks:
             del self._leases[lease_id]
+            journal.note("range_let_go", lease=lease_id, reason=lease.closing)
             self._holds.release(lease.hold)
             self._out.emit(
                 agent_pb2.AgentEvent(

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvshuttle.dataplane import journal
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS, Clock
 from kvshuttle.dataplane.faults import Faults
@@ -288,6 +289,7 @@ class Transfers:
         self._reads[order.request_id] = _ReadState(
             order, peer, handle, now, order.deadline_ns, faults
         )
+        journal.note("read_posted", lease=order.lease_id, read=order.request_id)
 
     def _progress(self, state: _ReadState, now: int) -> bool:
         """Moves one read on. True: something happened."""
@@ -308,6 +310,7 @@ class Transfers:
         if status == "DONE":
             # After completion, not before: a process that was paused must see its own lateness.
             state.completed_ns = self._clock()
+            journal.note("read_completed", lease=state.order.lease_id, read=state.order.request_id)
             try:
                 state.bytes_moved = self._transport.bytes_moved(state.handle)
             except TransportError as error:
@@ -367,6 +370,13 @@ class Transfers:
 
     def _end(self, state: _ReadState, *, published: bool, reason: str) -> None:
         self._reads.pop(state.order.request_id, None)
+        journal.note(
+            "read_over",
+            lease=state.order.lease_id,
+            read=state.order.request_id,
+            published=published,
+            reason=reason,
+        )
         elapsed = (state.completed_ns or self._clock()) - state.posted_ns
         self._send(
             m.ReadEnded(

@@ -47,6 +47,7 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvshuttle.dataplane import journal
 from kvshuttle.dataplane.scheduler import FinishedRequest
 from kvshuttle.dataplane.transport import LocalRegion
 
@@ -142,6 +143,18 @@ class Pool:
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
+        if journal.enabled():
+            self._note_allocations()
+
+    def _note_allocations(self) -> None:
+        allocate = self._pool.get_new_blocks
+
+        def noted(*args: Any, **kwargs: Any) -> Any:
+            blocks = allocate(*args, **kwargs)
+            journal.note("handed_out", blocks=[int(block.block_id) for block in blocks])
+            return blocks
+
+        self._pool.get_new_blocks = noted
 
     def before_reset(self, release: Callable[[], None]) -> None:
         """Calls `release` whenever vLLM is about to reset its prefix cache: it looks for references

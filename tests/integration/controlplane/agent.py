@@ -10,11 +10,13 @@ from typing import Any
 
 import grpc
 
+from kvshuttle.dataplane.clock import boottime_ns
 from kvshuttle.v1 import agent_service_pb2 as pb
 from kvshuttle.v1 import agent_service_pb2_grpc as pb_grpc
 from kvshuttle.v1 import cluster_service_pb2 as cluster
 from kvshuttle.v1 import session_service_pb2 as sessions
 from kvshuttle.v1 import types_pb2 as types
+from tests.support.history import History
 
 BLOCK = 32
 FINGERPRINT = {"model": "tiny", "dtype": "bfloat16", "kv_layout": "HND"}
@@ -69,6 +71,27 @@ class Agent:
         self._reader: asyncio.Task[None] | None = None
         self._more = asyncio.Condition()
         self.ended: BaseException | None = None
+        self.record: History | None = None
+        """What it does, for whoever checks the run."""
+
+    def note(self, event: str, **fields: Any) -> None:
+        """One step of this boot, if anybody wants to know."""
+        if self.record is not None:
+            life = f"{self.worker_id}#{self.boot_id}"
+            self.record.note(self.worker_id, event, life, at=boottime_ns(), **fields)
+
+    def _told(self, command: pb.AgentCommand, epoch: int) -> None:
+        """Notes what it is about to obey. A reader reads from its grant until it says that it has
+        stopped."""
+        kind = command.WhichOneof("command")
+        if kind not in ("harden", "grant", "extend", "revoke", "reader_stopped"):
+            return
+        lease = getattr(command, kind).lease_id
+        self.note("obeys", order=kind, lease=lease, epoch=epoch)
+        if kind == "grant":
+            self.note("read_posted", lease=lease, read="r")
+        elif kind == "reader_stopped":
+            self.note("range_let_go", lease=lease, reason="READER_STOPPED")
 
     @property
     def ref(self) -> types.WorkerRef:
@@ -91,6 +114,12 @@ class Agent:
         self.welcome = first.welcome
         self.epoch = first.epoch
         self.generation = first.stream_generation
+        self.note(
+            "welcomed",
+            incarnation=self.welcome.incarnation,
+            epoch=self.epoch,
+            lineage=self.welcome.lineage_id,
+        )
         self.seen = []
         self.ended = None
         self._reader = asyncio.create_task(self._read(self._call))
@@ -100,6 +129,8 @@ class Agent:
         error: BaseException = EOFError("the stream ended")
         try:
             while (response := await call.read()) is not grpc.aio.EOF:
+                for command in response.commands.commands:
+                    self._told(command, response.epoch)
                 async with self._more:
                     self.epoch = response.epoch
                     self.seen += response.commands.commands
@@ -178,6 +209,7 @@ class Agent:
     async def harden(self, order: pb.Harden, chain: list[bytes]) -> None:
         """Obeys a Harden."""
         held = chain[order.range.start : order.range.end]
+        self.note("range_held", lease=order.lease_id)
         await self.say(
             hardened=pb.LeaseHardened(
                 lease_id=order.lease_id,
@@ -194,6 +226,8 @@ class Agent:
     async def publish(self, lease_id: str, blocks: int) -> None:
         """Reads under a lease, from its start to its end."""
         await self.say(active=pb.LeaseActive(lease_id=lease_id, blocks=blocks))
+        self.note("read_completed", lease=lease_id, read="r")
+        self.note("read_over", lease=lease_id, read="r", published=True)
         stopped = pb.LeaseStopped(lease_id=lease_id, outcome=pb.TRANSFER_OUTCOME_PUBLISHED)
         stopped.stats.blocks = blocks
         stopped.stats.tokens = blocks * BLOCK
@@ -204,6 +238,7 @@ class Agent:
 
     async def stop(self, lease_id: str, outcome: pb.TransferOutcome.ValueType) -> None:
         """Lets go of a lease without having read."""
+        self.note("read_over", lease=lease_id, read="r", published=False)
         await self.say(stopped=pb.LeaseStopped(lease_id=lease_id, outcome=outcome))
 
     async def close(self) -> None:

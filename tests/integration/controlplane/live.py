@@ -22,6 +22,7 @@ from kvshuttle.v1 import session_service_pb2_grpc as session_grpc
 from kvshuttle.v1 import types_pb2 as types
 from tests.integration.controlplane.agent import Agent, hashes
 from tests.integration.controlplane.test_process import Process
+from tests.support.history import History as Run
 
 BLOCKS = 8
 T = 10.0
@@ -42,6 +43,8 @@ class History:
     let_go: set[str] = field(default_factory=set)
     watched_leases: dict[str, leases.Lease] = field(default_factory=dict)
     watched_sessions: dict[str, int] = field(default_factory=dict)
+    run: Run = field(default_factory=Run)
+    """What agents did, step by step."""
 
     def welcomed(self, agent: Agent) -> None:
         """A boot got its number: nobody else ever had it."""
@@ -96,6 +99,7 @@ class LiveAgent(Agent):
     def __init__(self, history: History, channel: Any, worker_id: str, role: int) -> None:
         super().__init__(channel, worker_id, types.WorkerRole.ValueType(role))
         self.history = history
+        self.record = history.run
         self.holds: dict[str, int] = {}
         self.reads: dict[str, int] = {}
         self.forgetful = 0.1
@@ -120,6 +124,7 @@ class LiveAgent(Agent):
                 self.epoch = response.epoch
                 self.history.epoch = max(self.history.epoch, response.epoch)
                 for command in response.commands.commands:
+                    self._told(command, response.epoch)
                     await self._obey(command)
         except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
             pass
@@ -141,7 +146,8 @@ class LiveAgent(Agent):
                 self.reads[grant.lease_id] = grant.version
                 if random.random() >= self.forgetful:
                     await self.publish(grant.lease_id, BLOCKS)
-                    del self.reads[grant.lease_id]
+                    # A test may have published it meanwhile, with all that was left.
+                    self.reads.pop(grant.lease_id, None)
             case "extend":
                 extend = command.extend
                 await self.say(
@@ -234,6 +240,7 @@ class Load:
         """A worker that dies and is attested dead, again and again."""
         while True:
             agent = Agent(self.channel, "x", types.WORKER_ROLE_DECODE)
+            agent.record = self.history.run
             await agent.connect()
             self.history.welcomed(agent)
             await agent.close()

@@ -29,7 +29,7 @@ from tests.integration.controlplane.test_process import Process
 
 ROUNDS = int(os.environ.get("KVSHUTTLE_CRASH_ROUNDS", "5"))
 # Scripted agents send no heartbeats.
-FLAGS = ("--log-level=info", "--silence=60")
+FLAGS = ("--silence=60",)
 SEED = int(os.environ.get("KVSHUTTLE_CRASH_SEED", "1"))
 
 
@@ -100,7 +100,7 @@ async def test_nothing_that_was_told_is_lost_by_sigkill(tmp_path: Path, begin: B
         await agent.connect()
         for lease_id in list(agent.reads):
             await agent.publish(lease_id, 8)
-            del agent.reads[lease_id]
+            agent.reads.pop(lease_id, None)
     stub = lease_grpc.LeaseServiceStub(channel)
 
     operator = cluster_grpc.ClusterServiceStub(channel)
@@ -130,6 +130,10 @@ async def test_nothing_that_was_told_is_lost_by_sigkill(tmp_path: Path, begin: B
         await agent.close()
     await channel.close()
     process.stop()
+    history.run.read_control_plane(process.log_path)
+    assert len({x.life for x in history.run.named("started")}) == ROUNDS + 1
+    assert sum(1 for _ in history.run.named("lease_granted")) > 20
+    assert not history.run.problems()
 
 
 async def test_a_full_disk_ends_it_and_nothing_that_was_told_is_lost(
@@ -151,6 +155,8 @@ async def test_a_full_disk_ends_it_and_nothing_that_was_told_is_lost(
     await agent.close()
     await channel.close()
     assert "store_failed" in [line["event"] for line in process.log()]
+    history.run.read_control_plane(process.log_path)
+    assert not history.run.problems()
     store = SqliteStore(tmp_path / "store.db")
     history.check(store.load())
     store.close()

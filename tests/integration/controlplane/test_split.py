@@ -24,6 +24,7 @@ from tests.integration.controlplane.agent import Agent, hashes
 from tests.integration.controlplane.status import reason
 from tests.integration.controlplane.test_process import Process
 from tests.integration.dataplane.test_link import Engine
+from tests.support.history import History
 
 CHAIN = hashes("split", 12)
 OVERTAKEN = 3
@@ -44,6 +45,7 @@ class Two:
     def __init__(self, old: Process, path: Path) -> None:
         self.old = old
         self.path = path
+        self.run = History()
         self._channels: list[grpc.aio.Channel] = []
         self._agents: list[Agent] = []
 
@@ -59,6 +61,7 @@ class Two:
 
     async def agent(self, process: Process, worker_id: str, role: int) -> Agent:
         agent = Agent(self.channel(process), worker_id, types.WorkerRole.ValueType(role))
+        agent.record = self.run
         self._agents.append(agent)
         return await agent.connect()
 
@@ -71,6 +74,12 @@ class Two:
         agent.hello.leases.extend(leases)
         agent.stub = type(agent.stub)(self.channel(process))
         await agent.connect()
+
+    def check(self) -> None:
+        """Nothing was granted twice, or in a stale term, and no source was let go too soon."""
+        for log in sorted(self.path.glob("*/log")):
+            self.run.read_control_plane(log)
+        assert not self.run.problems()
 
     async def close(self) -> None:
         for agent in self._agents:
@@ -88,6 +97,7 @@ async def two(tmp_path: Path) -> AsyncIterator[Two]:
     two = Two(await asyncio.to_thread(Process, tmp_path / "old", "--no-eager"), tmp_path)
     yield two
     await two.close()
+    two.check()
 
 
 async def turn(process: Process, two: Two, **more: Any) -> sessions.BeginTurnResponse:

@@ -129,6 +129,22 @@ def test_an_answer_after_the_guard_extends_nothing(world: World) -> None:
     assert len(world.state.extensions) == 1
 
 
+def test_what_will_not_be_answered_any_more_is_not_waited_for(world: World) -> None:
+    prefill, decode = world.pair()
+    leases = granted(world, prefill, decode, 1)
+    for _ in range(4):
+        ask(world, prefill, leases)
+        assert len(world.state.extensions) == 1
+        world.keep_alive(LIMITS.guard_ns / SECOND)
+        world.now += 1
+
+
+def test_what_is_not_granted_is_not_extended(world: World) -> None:
+    prefill, decode, _, order = world.returning()
+    ask(world, prefill, [order.lease_id])
+    assert not world.told(decode, c.ExtendLeases)
+
+
 def test_what_the_source_does_not_hold_is_not_extended(world: World) -> None:
     prefill, decode = world.pair()
     leases = granted(world, prefill, decode, 3)

@@ -114,6 +114,21 @@ def test_a_renewal_that_nobody_answered_may_be_asked_for_again_after_the_guard()
     assert world.lease(lease_id).deadline_ns == world.now + extend.ttl_ns
 
 
+def test_renewals_end_with_the_longest_life_of_a_lease() -> None:
+    world = World(Limits(lease_lifetime_max_ns=100 * SECOND))
+    prefill, decode, _, lease_id = granted(world)
+    end = world.lease(lease_id).create_ns + 100 * SECOND
+    while world.lease(lease_id).deadline_ns < end:
+        world.keep_alive(20)
+        world.do(world.registry.renew(world.now, lease_id, 30 * SECOND))
+        (extend,) = world.told(decode, c.Extend)
+        assert extend.ttl_ns == min(30 * SECOND, end - world.now)
+        world.agent(decode, "extended", lease_id, extend.version, True)
+        (extend,) = world.told(prefill, c.Extend)
+        world.agent(prefill, "extended", lease_id, extend.version, False)
+    assert world.lease(lease_id).deadline_ns == end
+
+
 @pytest.mark.parametrize("how", ["turn ends", "revoked"])
 def test_what_stops_a_lease_stops_its_renewal(how: str) -> None:
     world = World()

@@ -22,13 +22,20 @@ def tick(bench: Bench, seconds: float = 0) -> None:
     bench.agent.drain()
 
 
-def extend(bench: Bench, *seqs: int, is_source: bool, ttl: float = 30, epoch: int = 5) -> None:
+def extend(
+    bench: Bench,
+    *seqs: int,
+    is_source: bool,
+    ttl: float = 30,
+    epoch: int = 5,
+    late: float = 0,
+) -> None:
     order = agent_pb2.ExtendLeases(
         extension=3,
         lease_epoch=epoch,
         lease_seqs=seqs,
         is_source=is_source,
-        as_of=0 if is_source else bench.clock(),
+        as_of=0 if is_source else bench.clock() - int(late * NS),
     )
     order.ttl.FromNanoseconds(int(ttl * NS))
     order.guard.FromSeconds(5)
@@ -117,10 +124,11 @@ def test_the_destination_counts_longer_and_its_mover_too(bench: Bench) -> None:
     assert bench.look(chain(6)) == 4 * BLOCK
     bench.agent.allocated("r", ("t", PREFILL), range(20, 27), 4 * BLOCK)
     bench.clock.advance(16)
-    extend(bench, 6, 7, is_source=False)
+    # It counts from the heartbeat that the order names, not from when it comes.
+    extend(bench, 6, 7, is_source=False, late=2)
     (order,) = [o for o in bench.out.orders if isinstance(o, m.ExtendRead)]
-    assert (order.request_id, order.deadline_ns) == ("r", bench.clock() + 30 * NS)
-    assert bench.agent.next_deadline() == bench.clock() + 15 * NS
+    assert (order.request_id, order.deadline_ns) == ("r", bench.clock() + 28 * NS)
+    assert bench.agent.next_deadline() == bench.clock() + 14 * NS
     # Neither another epoch's lease of this number nor a shorter time changes anything.
     extend(bench, 7, is_source=False, epoch=4, ttl=300)
     extend(bench, 7, is_source=False, ttl=1)
@@ -135,8 +143,17 @@ def test_the_source_holds_longer_and_says_what_it_lacks(bench: Bench) -> None:
     extend(bench, 7, 8, is_source=True)
     (answer,) = bench.out.take("leases_extended")
     assert (answer.extension, list(answer.missing_seqs)) == (3, [8])
+    # Its movers say yes for as long.
+    until = bench.agent.source.open_leases[0].deadline_ns
+    assert until > bench.clock() + 35 * NS
+    assert [o for o in bench.out.orders if isinstance(o, m.Serve)][-1] == m.Serve("l1", until)
     tick(bench, 20)
     assert not any(isinstance(o, m.Unserve) for o in bench.out.orders)
+    # The number is one of its epoch.
+    extend(bench, 7, is_source=True, epoch=6)
+    (answer,) = bench.out.take("leases_extended")
+    assert list(answer.missing_seqs) == [7]
+    assert bench.agent.source.open_leases[0].deadline_ns == until
 
 
 def test_a_lease_that_is_closing_is_not_revived(bench: Bench) -> None:

@@ -217,7 +217,13 @@ def hardened(w: Work, ref: WorkerRef, lease_id: str, version: int, blocks: Descr
     w.fact(
         "lease_granted",
         lease_id=lease_id,
+        version=w.state.leases[lease_id].version,
+        epoch=w.state.epoch,
         direction=lease.direction.name,
+        source=lease.source.worker_id,
+        source_incarnation=lease.source.incarnation,
+        destination=lease.destination.worker_id,
+        destination_incarnation=lease.destination.incarnation,
         blocks=blocks.range.length,
         wait_ns=w.now_ns - lease.create_ns,
     )
