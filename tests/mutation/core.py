@@ -271,8 +271,8 @@ CORE = (
         "first_rank_ends_load",
         "a load ends with its last rank",
         AGENT + "destination.py",
-        ("        if load.ranks_left:\n            return\n        self._holds.release"),
-        "        self._holds.release",
+        "        if load.ranks_left:\n            return\n        journal",
+        "        journal",
     ),
     Mutant(
         "superseded_reader_gone",
