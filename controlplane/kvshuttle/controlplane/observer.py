@@ -40,8 +40,16 @@ SIZES = tuple(float(1 << power) for power in range(16, 38, 2))
 """From 64 KiB, a block of a small model, to 64 GiB, a pool."""
 
 
+LOST = ("BROKEN", "CLOSED", "MALFORMED", "SILENT", "STALLED")
+"""Why streams of agents are lost."""
+
+
 class Metrics:
-    """An `Observer` with a registry of its own, so that two servers in one process do not mix."""
+    """An `Observer` with a registry of its own, so that two servers in one process do not mix.
+
+    Counters of what should never happen begin at 0, for all labels: of a series that comes to be
+    with its first event, Prometheus sees no increase.
+    """
 
     def __init__(self) -> None:
         self.registry = r = CollectorRegistry()
@@ -189,6 +197,8 @@ class Metrics:
             ["reason"],
             registry=r,
         )
+        for reason in ("MALFORMED", "INTERNAL"):
+            self.events_dropped.labels(reason)
         self.commit = Histogram(
             "kvshuttle_store_commit_seconds",
             "One commit, synced to the device",
@@ -201,6 +211,11 @@ class Metrics:
         """A commit to a durable store."""
         self.commit.observe(seconds)
         self.records.inc(records)
+
+    def serve(self, method: str) -> None:
+        """A method may be called from now on."""
+        for reason in ("INTERNAL", "STORE_FAILED"):
+            self.refused.labels(method, reason)
 
     def late(self, seconds: float) -> None:
         """The event loop woke up so much later than asked."""
@@ -233,10 +248,13 @@ class Metrics:
                 self.eager_begun.inc()
             case "eager_return_skipped":
                 self.eager_skipped.labels(v["reason"]).inc()
+            case "worker_connected":
+                for reason in LOST:
+                    self.workers_lost.labels(v["worker_id"], reason)
             case "worker_lost":
                 self.workers_lost.labels(v["worker_id"], _word(v["reason"])).inc()
             case "worker_relieved":
-                self.relieved.labels(_word(v["worker_id"])).inc(_number(v["blocks"]))
+                self.relieved.labels(v["worker_id"]).inc(_number(v["blocks"]))
             case "lease_denied":
                 self.denied.labels(v["direction"], v["reason"]).inc()
             case "lease_ended":

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import structlog
+from google.protobuf import descriptor_pool
 from grpc_channelz.v1 import channelz
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
@@ -220,6 +221,9 @@ class Server:
         health_pb2_grpc.add_HealthServicer_to_server(servicer, server)
         for name in ("", *services):
             await servicer.set(name, health_pb2.HealthCheckResponse.SERVING)
+        for name in services:
+            for method in descriptor_pool.Default().FindServiceByName(name).methods:
+                self.metrics.serve(method.name)
         self._health.append(servicer)
 
     def _bind(self, server: grpc.aio.Server, address: str, *, require_certificate: bool) -> str:
