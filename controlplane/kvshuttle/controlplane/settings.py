@@ -165,7 +165,7 @@ class Settings(BaseSettings):
     prefix_index: int = Field(
         _D.prefix_index_hashes,
         ge=0,
-        description="Hashes kept by which sessions find what others of their tenant hold (0.2 KB "
+        description="Hashes kept by which sessions find what others of their tenant hold (0.14 KB "
         "each); 0: sessions find only their own",
     )
     turn_timeout: float = Field(

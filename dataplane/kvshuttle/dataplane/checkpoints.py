@@ -1,7 +1,7 @@
 """Hashes by which other sessions of a tenant find a chain: some of its blocks', from the start on.
 
 Dense where prefixes are short and sparse where they are long, two an octave: a chain of 100k tokens
-has 22. Which blocks is in the API's text (``AgentWelcome.checkpoint_interval``).
+has 21. Which blocks is in the API's text (``AgentWelcome.checkpoint_interval``).
 """
 
 from __future__ import annotations
