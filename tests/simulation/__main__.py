@@ -57,6 +57,7 @@ def main() -> int:
                 "uncovered": len(lacking),
                 "faults": sum(tally.injected.values()),
                 "reads": tally.numbers["reads"],
+                "of_other_sessions": tally.numbers["shared_grants"],
                 "steps": tally.numbers["steps"],
                 "virtual_hours": round(tally.numbers["virtual_s"] / 3_600, 1),
                 "seconds": round(time.monotonic() - began, 1),
@@ -96,7 +97,8 @@ def _report(tally: Tally, lacking: list[str]) -> None:
     print(
         f"Requests: {numbers['finished']} finished, {numbers['aborted']} aborted, "
         f"{numbers['errors']} lost with their engine; {numbers['reads']} READs, "
-        f"{numbers['eager_grants']} eager returns; {numbers['steps']} steps over "
+        f"{numbers['eager_grants']} eager returns, {numbers['shared_grants']} of other sessions; "
+        f"{numbers['steps']} steps over "
         f"{numbers['virtual_s'] / 3600:.1f} virtual hours"
     )
     for seed, detail in sorted(tally.violations.items())[:10]:

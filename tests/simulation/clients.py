@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -48,6 +48,9 @@ class Behaviour:
     end_session: float = 0.0
     duplicate: float = 0.0
     siblings: float = 0.0
+    # A new session goes on from where this one is: a forked agent. Now and then of another tenant,
+    # which has the same text by chance and must get nothing of it.
+    fork: float = 0.0
     # A leg's request comes seconds after its turn was announced, or never.
     late_request: float = 0.0
     forget_end: float = 0.05
@@ -74,6 +77,8 @@ class Cluster:
     # The live boot at a worker's address.
     boot: Callable[[str], Boot | None]
     workers: list[str]
+    # Begins another conversation: (tenant, session, history).
+    spawn: Callable[[str, str, list[bytes]], None]
     # Requests that engines have and have not finished.
     open_requests: dict[str, tuple[EngineRequest, Boot]] = field(default_factory=dict)
     contents: int = 0
@@ -165,16 +170,23 @@ class _TurnInProgress:
 class Conversation:
     """One session's client."""
 
-    def __init__(self, cluster: Cluster, tenant: str, session_id: str, turns: int) -> None:
+    def __init__(
+        self,
+        cluster: Cluster,
+        tenant: str,
+        session_id: str,
+        turns: int,
+        chain: Sequence[bytes] = (),
+    ) -> None:
         self.cluster = cluster
         self.kernel = cluster.kernel
         self.rng: random.Random = cluster.kernel.rng
         self.key = SessionKey(tenant, session_id)
-        self.chain: list[bytes] = []
+        self.chain = list(chain)
         self.turns_left = turns
         self.running = 0
         self.ended = False
-        delay = between(self.rng, 0, 2_000)
+        delay = between(self.rng, 0, 50 if chain else 2_000)
         self.kernel.at(delay, None, self._next_turn)
 
     @property
@@ -355,11 +367,19 @@ class Conversation:
         if how == "finished":
             full = (progress.prompt_tokens + progress.output_tokens) // BLOCK_TOKENS
             self.chain = list(progress.hashes[:full])
+            if self.turns_left and self.rng.random() < self.cluster.behaviour.fork:
+                self._fork()
             self._over(progress, TurnOutcome.COMPLETED)
         elif how == "aborted":
             self._over(progress, TurnOutcome.CANCELLED)
         else:
             self._over(progress, TurnOutcome.FAILED)
+
+    def _fork(self) -> None:
+        number = self.cluster.number()
+        tenant = self.key.tenant if self.rng.random() < 0.8 else "stranger"
+        self.kernel.fault("fork", self.key.session_id, tenant=tenant)
+        self.cluster.spawn(tenant, f"{self.key.session_id}f{number}", self.chain)
 
     def _over(self, progress: _TurnInProgress, outcome: TurnOutcome) -> None:
         progress.over = True

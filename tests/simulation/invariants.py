@@ -1,6 +1,6 @@
 """What must always be true, looked at from outside: the checker sees all machines at once.
 
-The design's six invariants, as they are checked here:
+The design's six invariants and that of tenants, as they are checked here:
 
 1. `source held`: while a destination may post or has posted a READ under a lease, and its own
    deadline has not passed, the source holds the range. `source reused`: no block is handed out
@@ -11,7 +11,8 @@ The design's six invariants, as they are checked here:
 4. `stale`: no command of an older term, of another boot, or of a stream that a later hello has
    replaced, is obeyed; a READ goes to the boot that its grant names.
 5. `bounded`: when the faults are over, every hold and every lease ends, and the pool is as before.
-6. `stuck`: every request ends; a lookup and a load hold it back for a bounded time.
+6. `tenant`: no lease moves what another tenant has left.
+7. `stuck`: every request ends; a lookup and a load hold it back for a bounded time.
 """
 
 from __future__ import annotations
@@ -81,12 +82,14 @@ class Checker:
         # (worker, incarnation) of every welcome, by the agent's own account.
         self._named: dict[tuple[str, int], Boot] = {}
         self._granted: set[str] = set()
+        self._shared_ids: set[str] = set()
         self._posted: set[tuple[str, int]] = set()
         self._terms: Counter[str] = Counter()
         self._ended: dict[tuple[str, str], LeaseState] = {}
         self._revision: dict[str, int] = {}
         self._epochs: list[tuple[str, int]] = []
         self.eager_grants = 0
+        self.shared_grants = 0
 
     # Watching a boot.
 
@@ -275,6 +278,7 @@ class Checker:
             self._revision[control.name] = change.revision
             if isinstance(change, LeaseChange):
                 lease = change.lease
+                self._shared(lease)
                 name = (control.name, lease.lease_id)
                 before = self._ended.get(name)
                 if before is not None and lease.state is not before:
@@ -284,6 +288,19 @@ class Checker:
                     )
                 if not lease.open:
                     self._ended[name] = lease.state
+
+    def _shared(self, lease: Lease) -> None:
+        """What another session has left is given to no other tenant."""
+        owner = lease.source_key
+        if owner is None:
+            return
+        if owner.tenant != lease.key.tenant:
+            raise Violation("tenant", f"{lease.lease_id}: of {owner.tenant} for {lease.key.tenant}")
+        if owner == lease.key:
+            raise Violation("tenant", f"{lease.lease_id} is for the session that has it")
+        if lease.grant_ns and lease.lease_id not in self._shared_ids:
+            self._shared_ids.add(lease.lease_id)
+            self.shared_grants += 1
 
     def began(self, control: ControlPlane, lineage: str) -> None:
         """A control plane has started on a store."""

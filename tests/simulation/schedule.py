@@ -139,6 +139,7 @@ def draw(kernel: Kernel) -> Shape:
             end_session=rng.choice([0.0, 0.0, 0.1]),
             duplicate=rng.choice([0.0, 0.0, 0.3]),
             siblings=rng.choice([0.0, 0.0, 0.3]),
+            fork=rng.choice([0.0, 0.2, 0.5]),
             late_request=rng.choice([0.0, 0.1, 0.3]),
             think_ms=rng.choice([50.0, 400.0, 3_000.0]),
         ),
@@ -204,6 +205,7 @@ def run(seed: int, *, trace: bool = False) -> Outcome:
         outcome.numbers |= {
             "reads": world.fabric.posted,
             "eager_grants": world.checker.eager_grants,
+            "shared_grants": world.checker.shared_grants,
             "finished": world.cluster.finished,
             "aborted": world.cluster.aborted,
             "errors": world.cluster.errors,

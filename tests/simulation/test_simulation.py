@@ -30,6 +30,7 @@ def test_some_schedules_violate_nothing() -> None:
     _, result = simulate("--schedules", "300", "--jobs", "1")
     assert result["schedules"] == 300
     assert result["reads"] > 300
+    assert result["of_other_sessions"] > 5
 
 
 @pytest.mark.parametrize("seed", [7, 8])

@@ -83,11 +83,17 @@ class World:
             self.call,
             self.boots.get,
             [spec.worker_id for spec in shape.specs],
+            self._spawn,
         )
         self.conversations = [
             Conversation(self.cluster, f"tenant{i % 2}", f"s{i}", shape.turns)
             for i in range(shape.sessions)
         ]
+
+    def _spawn(self, tenant: str, session_id: str, chain: list[bytes]) -> None:
+        """A fork of another conversation, of two turns at most."""
+        turns = self.rng.choice([1, 2])
+        self.conversations.append(Conversation(self.cluster, tenant, session_id, turns, chain))
 
     def _machine(self, name: str) -> Machine:
         # Rates differ from true time by half of the stated bound, so from one another by all.

@@ -10,6 +10,7 @@ from typing import Any
 
 import grpc
 
+from kvshuttle.dataplane.checkpoints import checkpoints
 from kvshuttle.dataplane.clock import boottime_ns
 from kvshuttle.v1 import agent_service_pb2 as pb
 from kvshuttle.v1 import agent_service_pb2_grpc as pb_grpc
@@ -203,8 +204,34 @@ class Agent:
             state=sessions.REPLICA_STATE_HARD,
             **more,
         )
+        if offered.leg != types.LEG_PREFILL:
+            found = checkpoints(chain, len(chain), self.welcome.checkpoint_interval)
+            offered.checkpoints.extend(found)
         offered.hold_remaining.FromSeconds(300)
         return offered
+
+    async def ask(self, chain: list[bytes], turn_token: str, have: int = 0) -> None:
+        """A prefill leg's request looks for what other sessions have of its chain."""
+        await self.say(
+            prefix_wanted=pb.PrefixWanted(
+                turn_token=turn_token,
+                leg=types.LEG_PREFILL,
+                checkpoints=checkpoints(chain, len(chain), self.welcome.checkpoint_interval),
+                have_blocks=have,
+                usable_blocks=len(chain),
+            )
+        )
+
+    async def computed(self, turn_token: str, tokens: int, elapsed_ms: int) -> None:
+        """A prefill leg has computed so many tokens."""
+        leg = pb.LegComputed(
+            turn_token=turn_token,
+            leg=types.LEG_PREFILL,
+            prompt_tokens=tokens,
+            computed_tokens=tokens,
+        )
+        leg.compute_time.FromMilliseconds(elapsed_ms)
+        await self.say(leg_computed=leg)
 
     async def harden(self, order: pb.Harden, chain: list[bytes]) -> None:
         """Obeys a Harden."""

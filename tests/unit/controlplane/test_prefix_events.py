@@ -267,3 +267,15 @@ def test_the_end_of_its_session_takes_it_out(world: World) -> None:
     assert world.state.prefixes.size == 0
     world.begin(key=B)
     assert not world.told(prefill, c.ExpectTurn)[-1].may_ask
+
+
+def test_what_its_own_session_left_too_late_is_found_too(world: World) -> None:
+    prefill, decode = refs(world)
+    world.begin(key=B)
+    turn = world.begin(key=B)
+    assert world.told(prefill, c.ExpectTurn)[-1].may_ask
+    left(world, decode, B, chain("x", 50))
+    ask(world, prefill, turn, chain("x", 60))
+    (order,) = world.told(decode, c.Harden)
+    assert (order.key, order.range.end) == (B, 50)
+    assert world.lease(order.lease_id).source_key is None

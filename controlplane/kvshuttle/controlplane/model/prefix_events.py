@@ -54,7 +54,9 @@ def wanted(w: Work, ref: WorkerRef, report: PrefixReport) -> None:
     if found is None:
         why_not = NO_PREFIX
     else:
-        source_key, replica, blocks = found
+        owner, replica, blocks = found
+        # Its own, if that was offered only after the turn had begun.
+        source_key = owner if owner != key else None
         source = w.worker(replica.worker)
         assert source is not None  # see _longest
         why_not = lease_events.admit(w, key, direction, replica, source, reader, blocks)
