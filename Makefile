@@ -56,7 +56,7 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 
 # ----------------------------------------------------------------------------------- tests
 
-.PHONY: test test-fast lint dashboards proto sim sim-exhaustive soak mutants bench-controlplane bench-idle bench-retention bench-ttft clean
+.PHONY: test test-fast lint dashboards proto sim sim-exhaustive soak mutants bench-controlplane bench-idle bench-planner bench-retention bench-ttft clean
 test: model lint ## lint and all tests, those on real engines too
 	@$(BIN)/python -m pytest tests --durations=15 $(ARGS)
 
@@ -99,6 +99,10 @@ bench-idle: model ## what an idle engine that holds ten sessions costs
 TRACES ?=
 bench-retention: $(VENV)/.dev ## what the retention policy saves, on recorded sessions; TRACES=path
 	@$(BIN)/python -m benchmarks.retention $(if $(TRACES),--traces $(TRACES)) $(ARGS)
+
+# Recorded sessions to replay: make bench-planner TRACES=path
+bench-planner: $(VENV)/.dev ## placements compared on recorded sessions, simulated; TRACES=path
+	@$(BIN)/python -m benchmarks.planner $(if $(TRACES),--traces $(TRACES)) $(ARGS)
 
 bench-ttft: model ## time to first token, vLLM's own connectors beside it: QUICK=1 TRACES=path
 	@$(BIN)/python -m benchmarks.ttft --model $(MODELS)/smollm2 $(if $(QUICK),--quick) \

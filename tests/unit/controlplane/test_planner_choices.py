@@ -23,7 +23,7 @@ from kvshuttle.controlplane.model.worker import Worker
 from kvshuttle.controlplane.planner import Choice, Planner, Rates
 from kvshuttle.controlplane.planner import planner as planning
 from kvshuttle.controlplane.planner.planner import expected_tokens
-from kvshuttle.controlplane.planner.rates import PREFILL_TOKENS_PER_S
+from kvshuttle.controlplane.planner.rates import MISS_MOST, PREFILL_TOKENS_PER_S
 from tests.unit.controlplane.test_planner import MS, B, D, P, replica, worker
 from tests.unit.controlplane.world import KEY
 
@@ -310,3 +310,16 @@ def test_a_guess_is_corrected_by_what_the_engine_counted() -> None:
     assert expected_tokens(known, 0) == 0
     assert expected_tokens(known, 1_100) == 1_650
     assert expected_tokens(known, 500) == 750
+
+
+def test_what_legs_compute_beyond_their_predictions_is_learned_in_the_median() -> None:
+    planner = Planner()
+    for number in range(200):
+        # One of ten has its whole history rewritten.
+        planner.rates.observe_miss(50_000 if number % 10 == 0 else 180 - planner.rates.missed)
+    assert 150 < planner.rates.missed < 230
+    _, plan = decide(planner, FLEET, replicas=HELD, prompt_tokens=3_700)
+    assert 650 < plan.candidates[0].compute_tokens < 730
+    for _ in range(3_000):
+        planner.rates.observe_miss(1e9)
+    assert planner.rates.missed == MISS_MOST

@@ -127,12 +127,17 @@ class ControlPlaneView:
         answer = self._sessions.GetSession(request, timeout=TIMEOUT_S, wait_for_ready=True)
         return answer.session
 
-    def end_session(self, session_id: str) -> None:
+    def end_session(self, session_id: str, tenant: str = "default") -> None:
         """Ends one session: its replicas are released everywhere."""
         request = session_service_pb2.EndSessionRequest(
             session_id=session_id, request_id=uuid.uuid4().hex
         )
-        self._sessions.EndSession(request, timeout=TIMEOUT_S, wait_for_ready=True)
+        self._sessions.EndSession(
+            request,
+            timeout=TIMEOUT_S,
+            wait_for_ready=True,
+            metadata=(("kvshuttle-tenant", tenant),),
+        )
 
     def fence(self, worker: types_pb2.WorkerRef, attestation: str) -> None:
         """Attests that a boot of a worker is dead."""
@@ -145,4 +150,4 @@ class ControlPlaneView:
         """Ends every session that is active."""
         for session in self.sessions():
             if session.state == session_service_pb2.SESSION_STATE_ACTIVE:
-                self.end_session(session.session_id)
+                self.end_session(session.session_id, session.tenant)

@@ -125,11 +125,11 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
         asked_tokens=ask.prompt_tokens,
     )
     rates = w.planner.rates
-    rates.give(
-        turn.token,
-        reader.ref.worker_id,
-        plan.candidates[0].compute_tokens or rates.leg_tokens,
-    )
+    if prefill is not None:
+        # What decode computes alone is reported only when its answer has ended: no queue is known
+        # by that, only by heartbeats.
+        tokens = plan.candidates[0].compute_tokens or rates.leg_tokens
+        rates.give(turn.token, prefill.ref.worker_id, tokens)
     w.gaps.back(ask.key, w.now_ns)
     w.put_session(session.with_turn(turn, w.now_ns))
     # One object for all indexes: there are as many as turns that run.
@@ -331,15 +331,22 @@ def _learn(w: Work, turn: Turn, outcome: TurnOutcome, usage: Usage | None) -> No
         return
     decode = turn.decode.worker.worker_id
     rates.observe_turn(decode, w.now_ns - turn.begin_ns)
-    if turn.prefill is None and usage is not None:
-        # Decode's agent cannot tell computing the prompt from generating; the gateway can.
-        waited_ns = (
-            (turn.plan.predicted_ttft_us - turn.plan.candidates[0].compute_us) * 1_000
-            if (turn.plan.candidates)
-            else 0
-        )
-        computed = usage.prompt_tokens - min(usage.cached_tokens, usage.prompt_tokens)
-        rates.observe_prefill(decode, computed, max(usage.ttft_ns // 2, usage.ttft_ns - waited_ns))
+    if turn.prefill is not None or usage is None or not turn.plan.candidates:
+        return
+    # Decode's agent cannot tell computing the prompt from generating; the gateway can.
+    waited_ns = (turn.plan.predicted_ttft_us - turn.plan.candidates[0].compute_us) * 1_000
+    computed = usage.prompt_tokens - min(usage.cached_tokens, usage.prompt_tokens)
+    rates.observe_prefill(decode, computed, max(usage.ttft_ns // 2, usage.ttft_ns - waited_ns))
+
+
+def _measured(w: Work, key: SessionKey | None, number: int, report: LegReport) -> None:
+    """A prefill leg was computed: nobody waits for it any more, and it shows by how much its
+    prediction was off."""
+    predicted = w.planner.rates.done(report.turn_token)
+    session = w.state.sessions.peek(key) if key is not None and predicted else None
+    turn = session.find(number) if session is not None else None
+    if turn is not None and turn.asked_tokens and turn.plan.return_mode in _RETURNS:
+        w.planner.rates.observe_miss(report.computed_tokens - predicted)
 
 
 def _forgotten(number: int) -> Turn:
@@ -436,10 +443,10 @@ def session_due(w: Work, key: SessionKey) -> None:
 
 def computed(w: Work, worker_id: str, report: LegReport) -> None:
     """A leg's prompt was computed: feeds the planner and the counters."""
-    if report.turn_token:
-        w.planner.rates.done(report.turn_token)
     w.planner.rates.observe_prefill(worker_id, report.computed_tokens, report.compute_ns)
     key, number = w.state.turns.get(report.turn_token, (None, 0))
+    if report.leg is Leg.PREFILL:
+        _measured(w, key, number, report)
     w.fact(
         "leg_computed",
         worker_id=worker_id,

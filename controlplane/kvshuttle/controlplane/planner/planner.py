@@ -190,7 +190,7 @@ class Planner:
         moved = mode is ReturnMode.LAZY or plan.reason == "EAGER_IN_FLIGHT"
         kept = 0 if mode is ReturnMode.NONE else plan.reusable_tokens
         whole = prompt or plan.reusable_tokens + int(rates.leg_tokens)
-        computes = max(1, whole - kept)
+        computes = max(1, whole - kept + (int(rates.missed) if kept and prompt else 0))
         assumed: tuple[str, ...] = ()
         if not rates.prefill_rate(name):
             assumed = ("PREFILL_RATE",)

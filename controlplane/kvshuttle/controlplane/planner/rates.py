@@ -47,6 +47,9 @@ NEW_TOKENS = 512.0
 """What a turn adds to its conversation where its caller says nothing, before legs were seen."""
 PREFILL_SAMPLE_TOKENS = 64
 LINK_SAMPLE_BYTES = 8 << 20
+MISS_STEP = 4.0
+"""So far a leg moves the median of what is missed: a hundred legs are enough to find it."""
+MISS_MOST = 4_096.0
 SMOOTHING = 0.25
 """Weight of a new sample: follows a change within about eight samples."""
 OUTLIER = 8.0
@@ -121,6 +124,10 @@ class Rates:
     given: dict[str, tuple[str, float]] = field(default_factory=dict)
     leg_tokens: float = NEW_TOKENS
     """Tokens that a leg computes, in the mean."""
+    missed: float = 0.0
+    """Tokens that a leg with a known prompt and something to reuse computes beyond what was
+    predicted, in the median: clients render answers otherwise than they were generated, and the
+    last block is never reused. The median, since some legs miss everything."""
 
     # -- reports -------------------------------------------------------------------------------
     def observe_prefill(self, worker_id: str, tokens: int, elapsed_ns: int) -> None:
@@ -162,16 +169,24 @@ class Rates:
         backlog.legs += 1
         self.given[token] = (worker_id, tokens)
 
-    def done(self, token: str) -> None:
-        """It was computed, or will not be."""
+    def observe_miss(self, tokens: float) -> None:
+        """A leg computed so many tokens more than was predicted (or fewer)."""
+        if tokens:
+            step = MISS_STEP if tokens > 0 else -MISS_STEP
+            self.missed = min(max(self.missed + step, -MISS_MOST), MISS_MOST)
+
+    def done(self, token: str) -> float:
+        """It was computed, or will not be. How many tokens were predicted; 0 where it is not
+        known."""
         given = self.given.pop(token, None)
         if given is None:
-            return
+            return 0.0
         backlog = self.backlogs.get(given[0])
         if backlog is not None:
             backlog.legs -= 1
             # Sums of floats do not come back to 0 by themselves.
             backlog.tokens = max(0.0, backlog.tokens - given[1]) if backlog.legs else 0.0
+        return given[1]
 
     def forget_worker(self, worker_id: str) -> None:
         """A worker is no longer listed."""

@@ -1,0 +1,1 @@
+"""Placements compared on recorded sessions, offline."""
