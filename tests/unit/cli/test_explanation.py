@@ -183,3 +183,14 @@ def test_what_was_compared_is_shown_beside_what_happened() -> None:
     assert (told.actual.first_token_s, told.actual.off) == (0.2, 2.0)
     assert (told.actual.moved_s, told.actual.computed_tokens) == (0.005, 80)
     assert one(turn(cached=320)).actual is None
+
+
+def test_a_prefix_of_another_session_is_named() -> None:
+    shared = lease(number=1, tokens=320)
+    shared.source_session_id = "parent"
+    told = one(
+        turn(1, cached=320, return_mode=sessions.RETURN_MODE_NONE, reason="NO_REPLICA"), shared
+    )
+    assert "320 tokens came back" in told.outcome
+    assert "parent of its tenant began the same way" in told.outcome
+    assert told.verdict == "good"

@@ -224,6 +224,9 @@ def _moved(turn: pb.Turn, moved: Sequence[lease_pb.Lease]) -> tuple[str, Verdict
         f"{human.count(tokens)} tokens came back: {human.size(size)} in {human.span(took)} "
         f"({human.throughput(size, took)})"
     )
+    owners = sorted({one.source_session_id for one in moved if one.source_session_id})
+    if owners:
+        text += f"; the session had none, and {', '.join(owners)} of its tenant began the same way"
     if all(one.eager for one in moved):
         return _used_ahead(turn, f"{text}, before the turn began", tokens)
     if waited:

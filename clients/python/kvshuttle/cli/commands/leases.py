@@ -175,6 +175,8 @@ def lease(options: Options, lease_id: str) -> int:
         )
         return exits.OK
     printer.rows(lease_rows([found]), empty="")
+    if found.source_session_id:
+        printer.line(f"It moves what session {found.source_session_id} left: the same prefix.")
     if known is not None:
         remedy = "" if known.remedy == NOTHING else f" Do: {known.remedy}."
         printer.line(f"{found.end_reason}: {known.meaning}.{remedy}")
