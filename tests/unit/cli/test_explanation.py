@@ -173,7 +173,9 @@ def test_what_was_compared_is_shown_beside_what_happened() -> None:
         ]
     )
     told = one(made, lease(tokens=320))
-    first, second = told.compared
+    first, second, again = told.compared
+    assert (again.how, again.first_token_s) == ("compute it all", 0.243)
+    assert "400 tokens to compute" in again.parts
     assert (first.where, first.how, first.chosen) == ("p → d", "move, then compute", True)
     assert "17 ms move, 73 ms compute, 10 ms on to decode" in first.parts
     assert first.note.startswith("LINK_RATE: nobody has reported")

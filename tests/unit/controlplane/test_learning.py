@@ -68,3 +68,15 @@ def test_how_far_predictions_were_off_is_learned_from_what_was_returned() -> Non
     report = LegReport(second.token, Leg.PREFILL, 1_200, 0, 440, 760, SECOND)
     world.agent(prefill, "computed", report)
     assert rates.missed > 0
+
+
+def test_a_prompt_of_any_length_can_be_planned_and_stored() -> None:
+    world = World(Limits(eager=False))
+    _, decode = world.pair()
+    for asked in (2**64 - 1, 1, 2**64 - 1):
+        turn = world.begin(prompt_tokens=asked)
+        world.store.load()
+        world.offer(decode, 20, turn)
+        usage = Usage(2**64 - 1, 0, 0, 0)
+        world.do(world.registry.end_turn(world.now, KEY, turn.number, TurnOutcome.COMPLETED, usage))
+        assert turn.plan.predicted_ttft_us < 2**63

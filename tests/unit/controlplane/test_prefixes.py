@@ -30,9 +30,11 @@ def replica(hashes: list[bytes], worker: str = "d") -> Replica:
     return Replica(WorkerRef(worker, 1), hashes[-1], count, count * 32, ReplicaState.HARD, 0)
 
 
-def put(index: PrefixIndex, key: SessionKey, hashes: list[bytes], worker: str = "d") -> Replica:
+def put(
+    index: PrefixIndex, key: SessionKey, hashes: list[bytes], worker: str = "d", **more: bool
+) -> Replica:
     made = replica(hashes, worker)
-    index.put(key, made, checkpoints(hashes, len(hashes), 1))
+    index.put(key, made, checkpoints(hashes, len(hashes), 1), **more)
     return made
 
 
@@ -83,7 +85,7 @@ def test_tenants_do_not_meet() -> None:
 def test_what_goes_is_not_found_and_what_another_worker_has_still_is() -> None:
     index = PrefixIndex(1_000)
     whole = chain("x", 30)
-    here, there = put(index, A, whole), put(index, A, whole[:10], "p")
+    here, there = put(index, A, whole), put(index, A, whole[:10], "p", copy=True)
     assert longest(index, "t", whole) == (24, "a", "d")
     index.drop(A, here, (there,))
     assert longest(index, "t", whole) == (8, "a", "p")
@@ -165,7 +167,8 @@ def test_any_history_leaves_what_is_there() -> None:
             gone, _ = there.pop(name)
             index.drop(key, gone, [one for one in left if one is not gone])
         else:
-            there[name] = (put(index, key, hashes, worker), hashes)
+            made = put(index, key, hashes, worker, copy=worker == "p")
+            there[name] = (made, hashes)
         if step % 50:
             continue
         asked = chain("0", 30, roots[0])

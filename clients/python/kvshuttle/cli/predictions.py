@@ -49,8 +49,7 @@ _WAYS = {
 }
 
 
-def _compared(plan: pb.Plan, at: int) -> Compared:
-    one = plan.candidates[at]
+def _compared(one: pb.Candidate, *, chosen: bool) -> Compared:
     names = [name for name in (one.prefill_worker_id, one.decode_worker_id) if name]
     parts = [
         f"{human.span(us / 1e6)} {what}"
@@ -73,13 +72,26 @@ def _compared(plan: pb.Plan, at: int) -> Compared:
         one.ttft_us / 1e6,
         ", ".join(parts),
         "; ".join(notes),
-        at == 0,
+        chosen,
     )
 
 
 def compared(plan: pb.Plan) -> list[Compared]:
-    """What the planner compared, the chosen one first."""
-    return [_compared(plan, at) for at in range(len(plan.candidates))]
+    """What the planner compared, the chosen one first. Where it moves, computing again instead
+    follows from what the plan says of both."""
+    found = [_compared(one, chosen=at == 0) for at, one in enumerate(plan.candidates)]
+    if found and plan.return_mode in (pb.RETURN_MODE_LAZY, pb.RETURN_MODE_EAGER):
+        again = pb.Candidate()
+        again.CopyFrom(plan.candidates[0])
+        again.return_mode = pb.RETURN_MODE_NONE
+        again.compute_us += int(seconds(plan.predicted_recompute) * 1e6)
+        again.ttft_us = again.queue_us + again.compute_us + again.decode_queue_us + again.forward_us
+        again.transfer_us = 0
+        if again.compute_tokens:
+            again.compute_tokens += plan.reusable_tokens
+        del again.assumed[:]
+        found.append(_compared(again, chosen=False))
+    return found
 
 
 def actual(turn: pb.Turn, returns: Sequence[lease_pb.Lease]) -> Actual | None:

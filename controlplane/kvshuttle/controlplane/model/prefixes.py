@@ -71,38 +71,44 @@ class PrefixIndex:
         self.size = 0
 
     # -- changing ------------------------------------------------------------------------------
-    def put(self, key: SessionKey, replica: Replica, hashes: Sequence[bytes]) -> None:
-        """A worker has offered a replica, or offers it again."""
+    def put(
+        self, key: SessionKey, replica: Replica, hashes: Sequence[bytes], *, copy: bool = False
+    ) -> None:
+        """A worker has offered a replica, or offers it again. A copy does not take the place of
+        what its session has elsewhere."""
         name = (key.session_id, replica.worker.worker_id, replica.head_hash)
         tenant = self._tenants.get(key.tenant)
         if tenant is not None and name in tenant.holders:
             self._forget(key.tenant, tenant, name)
         if not hashes or not self._most:
             return
-        if tenant is None or key.tenant not in self._tenants:
-            tenant = self._tenants.setdefault(key.tenant, tenant or _Tenant())
+        if tenant is None or not tenant.holders:
+            tenant = self._tenants[key.tenant] = _Tenant()
         holder = Holder(key, name[1], name[2], tuple(hashes[: self._most]))
         tenant.holders[name] = holder
-        by_hash = tenant.by_hash
-        for one in holder.hashes:
-            other = by_hash.get(one)
-            # Of one session the first worker stays: it is decode, and the other has a copy.
-            if other is None or other.key != key:
-                by_hash[one] = holder
+        if copy:
+            for one in holder.hashes:
+                other = tenant.by_hash.get(one)
+                if other is None or other.key != key:
+                    tenant.by_hash[one] = holder
+        else:
+            tenant.by_hash.update(dict.fromkeys(holder.hashes, holder))
         tenant.size += len(holder.hashes)
         self.size += len(holder.hashes)
         if self.size > self._most:
             self._make_room()
 
-    def drop(self, key: SessionKey, replica: Replica, left: Iterable[Replica]) -> None:
+    def drop(self, key: SessionKey, replica: Replica, left: Sequence[Replica]) -> None:
         """A replica is gone; `left` are the session's others, which may have the same."""
         tenant = self._tenants.get(key.tenant)
         if tenant is None:
             return
-        holder = tenant.holders.get((key.session_id, replica.worker.worker_id, replica.head_hash))
+        name = (key.session_id, replica.worker.worker_id, replica.head_hash)
+        holder = tenant.holders.get(name)
         if holder is not None:
-            self._cut(tenant, holder, 0, left)
-            self._forget(key.tenant, tenant, (key.session_id, holder.worker_id, holder.head_hash))
+            if left:
+                self._cut(tenant, holder, 0, left)
+            self._forget(key.tenant, tenant, name)
 
     def shorten(
         self, key: SessionKey, replica: Replica, interval: int, left: Iterable[Replica]
@@ -141,11 +147,12 @@ class PrefixIndex:
 
     def _forget(self, tenant_name: str, tenant: _Tenant, name: _Name) -> None:
         holder = tenant.holders.pop(name)
-        tenant.size -= len(holder.hashes)
-        self.size -= len(holder.hashes)
-        for one in holder.hashes:
-            if tenant.by_hash.get(one) is holder:
-                del tenant.by_hash[one]
+        by_hash, hashes = tenant.by_hash, holder.hashes
+        tenant.size -= len(hashes)
+        self.size -= len(hashes)
+        for one in hashes:
+            if by_hash.get(one) is holder:
+                del by_hash[one]
         if not tenant.holders:
             del self._tenants[tenant_name]
 

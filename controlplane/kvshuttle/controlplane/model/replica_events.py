@@ -48,7 +48,9 @@ def _note(w: Work, ref: WorkerRef, report: ReplicaReport) -> Replica | None:
     w.put_replica(report.key, replica)
     if report.leg is not Leg.PREFILL:
         # What prefill leaves is let go of as soon as decode has it.
-        w.state.prefixes.put(w.state.sessions.own(report.key), replica, report.checkpoints)
+        # What was brought to prefill is a copy of what decode has.
+        key = w.state.sessions.own(report.key)
+        w.state.prefixes.put(key, replica, report.checkpoints, copy=report.leg is None)
     here = [
         r for r in w.state.replicas_of_session(report.key) if r.worker.worker_id == ref.worker_id
     ]

@@ -57,6 +57,8 @@ __all__ = [
 ]
 
 
+PROMPT_TOKENS_MAX = 1 << 32
+"""A guess beyond this is none; and it must be stored."""
 _RETURNS = (ReturnMode.LAZY, ReturnMode.EAGER)
 
 
@@ -75,6 +77,8 @@ class BeginTurn(Struct, frozen=True):
 def begin(w: Work, ask: BeginTurn) -> Turn:
     """Places a turn and tells both agents. Creates the session, or starts an ended one afresh."""
     state = w.state
+    if ask.prompt_tokens > PROMPT_TOKENS_MAX:
+        ask = replace(ask, prompt_tokens=PROMPT_TOKENS_MAX)
     session = state.sessions.get(ask.key)
     if session is not None and (again := session.find_request(ask.request_id)) is not None:
         return again

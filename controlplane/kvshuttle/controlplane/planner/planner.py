@@ -92,7 +92,7 @@ class Planner:
         ask = _Ask(session, replicas, policy, excluded, arriving)
         choice = placing.place(self.rates, fleet, session, replicas, excluded)
         prompt = expected_tokens(session, prompt_tokens)
-        plan = self.plan(choice, ask.policy, prompt, ask.replicas, ask.arriving)
+        plan = self.plan(choice, policy, prompt, replicas, arriving)
         first = self.predict(choice, plan, prompt)
         others: list[Candidate] = []
         if first.queue_us > MOVE_LEAST_US or first.decode_queue_us > MOVE_LEAST_US:
@@ -109,25 +109,25 @@ class Planner:
         elif choice.runner_up is not None:
             second = replace(choice, prefill=choice.runner_up)
             others.append(self.predict(second, plan, prompt))
-        if plan.return_mode in (ReturnMode.NONE, ReturnMode.LAZY) and choice.replica is not None:
-            others.append(self._otherwise(choice, plan, prompt))
+        placement = choice.placement
         if choice.prefill is not None and choice.replica is not None:
-            direct = self._direct(choice, ask, plan, prompt)
+            direct = self._direct(choice, ask, plan.reusable_tokens, prompt)
             if direct is not None and not direct.rejected and direct.ttft_us < first.ttft_us:
                 others.insert(0, first)
-                choice = replace(choice, prefill=None, placement="SHORT_PROMPT")
-                plan = Plan(
-                    ReturnMode.DIRECT,
-                    "SHORT_PROMPT",
-                    plan.reusable_tokens,
-                    plan.predicted_recompute_ns,
-                    plan.predicted_transfer_ns,
-                )
-                first = direct
+                choice = replace(choice, prefill=None)
+                first, placement = direct, "SHORT_PROMPT"
             elif direct is not None:
                 others.append(direct)
-        shown = (first, *others[: MOST_SHOWN - 1])
-        return choice, replace(plan, placement=choice.placement, candidates=shown)
+        direct_chosen = placement == "SHORT_PROMPT"
+        return choice, Plan(
+            ReturnMode.DIRECT if direct_chosen else plan.return_mode,
+            placement if direct_chosen else plan.reason,
+            plan.reusable_tokens,
+            plan.predicted_recompute_ns,
+            plan.predicted_transfer_ns,
+            placement=placement,
+            candidates=(first, *others[: MOST_SHOWN - 1]),
+        )
 
     # -- how -----------------------------------------------------------------------------------
     def plan(
@@ -183,63 +183,73 @@ class Planner:
     def predict(self, choice: Choice, plan: Plan, prompt: int) -> Candidate:
         """What a placement with a plan is predicted to take. Of a prompt whose length nobody said
         the part that was not there before is guessed."""
-        rates, decode, prefill = self.rates, choice.decode, choice.prefill
-        worker = prefill or decode
-        name = worker.ref.worker_id
         mode = plan.return_mode
         moved = mode is ReturnMode.LAZY or plan.reason == "EAGER_IN_FLIGHT"
-        kept = 0 if mode is ReturnMode.NONE else plan.reusable_tokens
-        whole = prompt or plan.reusable_tokens + int(rates.leg_tokens)
+        return self._predict(
+            choice.prefill,
+            choice.decode,
+            mode,
+            plan.reusable_tokens,
+            plan.reusable_tokens if choice.holder is choice.decode else 0,
+            plan.predicted_transfer_ns // 1_000 if moved else 0,
+            prompt,
+        )
+
+    def _predict(
+        self,
+        prefill: Worker | None,
+        decode: Worker,
+        mode: ReturnMode,
+        reusable: int,
+        at_decode: int,
+        transfer_us: int,
+        prompt: int,
+        rejected: str = "",
+    ) -> Candidate:
+        rates = self.rates
+        worker = prefill or decode
+        name = worker.ref.worker_id
+        kept = 0 if mode is ReturnMode.NONE else reusable
+        whole = prompt or reusable + int(rates.leg_tokens)
         computes = max(1, whole - kept + (int(rates.missed) if kept and prompt else 0))
-        assumed: tuple[str, ...] = ()
-        if not rates.prefill_rate(name):
-            assumed = ("PREFILL_RATE",)
-        forward_ns = 0
+        assumed: tuple[str, ...] = () if rates.prefill_rate(name) else ("PREFILL_RATE",)
+        forward_us = 0
         if prefill is not None:
-            there = plan.reusable_tokens if choice.holder is decode else 0
-            blocks = max(0, whole - there) / (decode.block_size or 32)
-            forward_ns = rates.moves_ns(prefill, decode.ref.worker_id, blocks)
-            if not rates.link_rate(name, decode.ref.worker_id):
+            decode_name = decode.ref.worker_id
+            blocks = max(0, whole - at_decode) / (decode.block_size or 32)
+            forward_us = rates.moves_ns(prefill, decode_name, blocks) // 1_000
+            if not rates.link_rate(name, decode_name):
                 assumed = (*assumed, "LINK_RATE")
         return Candidate(
             prefill.ref.worker_id if prefill is not None else "",
             decode.ref.worker_id,
             mode,
             rates.queue_ns(worker) // 1_000,
-            plan.predicted_transfer_ns // 1_000 if moved else 0,
+            transfer_us,
             rates.computes_ns(name, computes) // 1_000,
             rates.decode_queue_ns(decode) // 1_000,
-            forward_ns // 1_000,
+            forward_us,
             computes if prompt else 0,
             assumed,
+            rejected,
         )
 
-    def _otherwise(self, choice: Choice, plan: Plan, prompt: int) -> Candidate:
-        """Computing again instead of moving, or the other way round."""
-        lazy = plan.return_mode is ReturnMode.LAZY
-        mode = ReturnMode.NONE if lazy else ReturnMode.LAZY
-        other = self.predict(choice, replace(plan, return_mode=mode), prompt)
-        if plan.reason.startswith("POLICY"):
-            return replace(other, rejected=plan.reason)
-        return other
-
-    def _direct(self, choice: Choice, ask: _Ask, plan: Plan, prompt: int) -> Candidate | None:
+    def _direct(self, choice: Choice, ask: _Ask, reusable: int, prompt: int) -> Candidate | None:
         """The same turn at decode alone; None where it has no cache that could be found again."""
         decode = choice.decode
         if choice.holder is not decode or not decode.prefix_caching:
             return None
-        alone = replace(choice, prefill=None)
-        its = self.predict(alone, replace(plan, return_mode=ReturnMode.DIRECT, reason=""), prompt)
-        return replace(its, rejected=self._why_not_direct(ask, its))
+        rejected = self._why_not_direct(ask, reusable, prompt)
+        return self._predict(None, decode, ReturnMode.DIRECT, reusable, 0, 0, prompt, rejected)
 
-    def _why_not_direct(self, ask: _Ask, its: Candidate) -> str:
+    def _why_not_direct(self, ask: _Ask, reusable: int, prompt: int) -> str:
         if ask.policy is not ReturnPolicy.AUTO:
             return "POLICY_NEVER" if ask.policy is ReturnPolicy.NEVER else "POLICY_ALWAYS"
         if not self.direct_tokens:
             return "DIRECT_OFF"
-        if not its.compute_tokens:
+        if not prompt:
             return "LENGTH_UNKNOWN"
-        if its.compute_tokens > self.direct_tokens:
+        if prompt - reusable + self.rates.missed > self.direct_tokens:
             # It would hold up the answers that decode is generating.
             return "LONG_PROMPT"
         return "HISTORY_CHANGED" if _missed(ask.session) else ""

@@ -54,6 +54,8 @@ SMOOTHING = 0.25
 """Weight of a new sample: follows a change within about eight samples."""
 OUTLIER = 8.0
 """A sample counts as this many times the rate at most, and as no less than this part of it."""
+FAR_NS = 86_400 * SECOND
+"""A day: what is predicted to take longer is not told apart, whatever was asked or reported."""
 LOADING = 2
 """Requests that an engine calls waiting while their KV is moved in; so many, and a quarter of those
 that run, are no queue for a place."""
@@ -208,7 +210,8 @@ class Rates:
 
     def computes_ns(self, worker_id: str, tokens: float) -> int:
         """How long a worker takes to compute so many prompt tokens."""
-        return int(tokens * SECOND / (self.prefill_rate(worker_id) or PREFILL_TOKENS_PER_S))
+        ns = tokens * SECOND / (self.prefill_rate(worker_id) or PREFILL_TOKENS_PER_S)
+        return int(min(ns, FAR_NS))
 
     def moves_ns(self, source: Worker, destination: str, num_blocks: float) -> int:
         """How long it takes to move so many blocks, with the wait for the grant."""
@@ -216,7 +219,7 @@ class Rates:
         link = self.link_rate(name, destination) or LINK_BYTES_PER_S
         wait = self.grants.get(name)
         overhead = wait.value if wait is not None else OVERHEAD_NS
-        return int(overhead + num_blocks * source.bytes_per_block * SECOND / link)
+        return int(min(overhead + num_blocks * source.bytes_per_block * SECOND / link, FAR_NS))
 
     def queue_ns(self, worker: Worker) -> int:
         """How long a prompt that comes now waits for what a worker has to compute before it."""

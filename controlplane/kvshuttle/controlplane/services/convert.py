@@ -68,27 +68,34 @@ def _placement(placement: Placement | None) -> sessions.Placement | None:
     return sessions.Placement(worker=ref_out(placement.worker), url=placement.url)
 
 
-def _candidate(one: Candidate) -> sessions.Candidate:
-    return sessions.Candidate(
-        prefill_worker_id=one.prefill,
-        decode_worker_id=one.decode,
-        return_mode=sessions.ReturnMode.ValueType(one.return_mode),
-        ttft_us=one.ttft_us,
-        queue_us=one.queue_us,
-        transfer_us=one.transfer_us,
-        compute_us=one.compute_us,
-        decode_queue_us=one.decode_queue_us,
-        forward_us=one.forward_us,
-        compute_tokens=one.compute_tokens,
-        assumed=one.assumed,
-        rejected=one.rejected,
-    )
+def _compared(out: sessions.Plan, candidates: Iterable[Candidate]) -> None:
+    """What a plan compared. Field by field and in place: several are made for each turn, and most
+    of their fields are 0."""
+    for one in candidates:
+        to = out.candidates.add()
+        to.prefill_worker_id = one.prefill
+        to.decode_worker_id = one.decode
+        to.return_mode = sessions.ReturnMode.ValueType(one.return_mode)
+        to.ttft_us = one.ttft_us
+        to.compute_us = one.compute_us
+        to.forward_us = one.forward_us
+        to.compute_tokens = one.compute_tokens
+        if one.queue_us:
+            to.queue_us = one.queue_us
+        if one.transfer_us:
+            to.transfer_us = one.transfer_us
+        if one.decode_queue_us:
+            to.decode_queue_us = one.decode_queue_us
+        if one.assumed:
+            to.assumed.extend(one.assumed)
+        if one.rejected:
+            to.rejected = one.rejected
 
 
 def turn_out(turn: Turn) -> sessions.Turn:
     """A turn, without its token."""
     plan, usage = turn.plan, turn.usage
-    return sessions.Turn(
+    out = sessions.Turn(
         turn=turn.number,
         state=sessions.TurnState.ValueType(turn.state),
         outcome=sessions.TurnOutcome.ValueType(turn.outcome),
@@ -104,7 +111,6 @@ def turn_out(turn: Turn) -> sessions.Turn:
             forward_reason=plan.forward_reason,
             predicted_ttft=duration(plan.predicted_ttft_us * 1_000) if plan.candidates else None,
             placement=plan.placement,
-            candidates=[_candidate(one) for one in plan.candidates],
         ),
         begin_time=timestamp(turn.begin_ns),
         end_time=timestamp(turn.end_ns),
@@ -117,6 +123,8 @@ def turn_out(turn: Turn) -> sessions.Turn:
         if usage is not None
         else None,
     )
+    _compared(out.plan, plan.candidates)
+    return out
 
 
 def _hints(hints: Hints) -> types.SessionHints | None:

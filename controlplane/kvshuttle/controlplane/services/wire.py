@@ -79,7 +79,10 @@ def _checkpoints(hashes: Sequence[bytes]) -> tuple[bytes, ...]:
     """Of a chain, from its start on."""
     if len(hashes) > CHECKPOINTS:
         raise ValueError(f"{len(hashes)} checkpoints, more than {CHECKPOINTS}")
-    return tuple(map(_hash, hashes))
+    found = tuple(hashes)
+    if found and not 0 < min(map(len, found)) <= max(map(len, found)) <= HASH_BYTES:
+        raise ValueError(f"a checkpoint has not 1 to {HASH_BYTES} bytes")
+    return found
 
 
 def _word(text: str) -> str:
