@@ -60,6 +60,9 @@ class _Quiet:
 
     debug = info = warning = error = _nothing
 
+    def is_enabled_for(self, level: int) -> bool:
+        return False
+
     def exception(self, event: str, **kwargs: object) -> None:
         logged_errors.append(f"{event} {kwargs}\n{traceback.format_exc()}")
 
