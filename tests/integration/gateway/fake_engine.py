@@ -56,6 +56,8 @@ class Script:
     before_answer: asyncio.Event | None = None
     # Blocks between the first and the second event of a stream.
     mid_stream: asyncio.Event | None = None
+    # Sent instead of the events of a stream.
+    only_event: bytes | None = None
     # Breaks the connection after so many events.
     break_after: int | None = None
     # Half an event is sent before the break.
@@ -242,7 +244,7 @@ class _Completions:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, script: Script, got: Received) -> AsyncIterator[bytes]:
-        events = list(EVENTS)
+        events = list(EVENTS) if script.only_event is None else [script.only_event]
         if (got.body.get("stream_options") or {}).get("include_usage"):
             usage = {
                 "prompt_tokens": 20,

@@ -193,6 +193,38 @@ async def test_decode_that_never_answers_is_a_504(
     assert response.json()["error"]["type"] == "timeout_error"
 
 
+ERROR_EVENT = b'data: {"error":{"message":"EngineCore encountered an issue.","code":500}}\n\n'
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_the_errors_of_an_engine_whose_core_is_dead_are_not_the_clients(
+    control: FakeControlPlane, prefill: FakeEngine, decode: FakeEngine, stream: bool
+) -> None:
+    control.placements = [(None, ("d", decode.url)), (None, ("p", prefill.url))]
+    decode.healthy = False
+    decode.script = Script(only_event=ERROR_EVENT) if stream else Script(status=500)
+    async with running_gateway(control_plane=control.target) as gateway:
+        response = await gateway.chat(stream=stream)
+
+    assert response.status_code == 200
+    assert b'"error"' not in response.content
+    assert response.headers["x-kvshuttle-fallback"] == "DECODE_UNREACHABLE"
+    assert prefill.legs() == ["decode"]
+
+
+async def test_an_error_in_the_stream_of_an_engine_that_lives_is_the_clients(
+    control: FakeControlPlane, decode: FakeEngine
+) -> None:
+    control.placements = [(None, ("d", decode.url))]
+    decode.script = Script(only_event=ERROR_EVENT)
+    async with running_gateway(control_plane=control.target) as gateway:
+        response = await gateway.chat(stream=True)
+
+    assert response.status_code == 200
+    assert response.content.startswith(ERROR_EVENT)
+    assert "x-kvshuttle-fallback" not in response.headers
+
+
 HANG = {"engine_hang_s": 0.4, "probe_timeout_s": 0.1}
 
 

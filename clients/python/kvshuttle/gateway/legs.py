@@ -26,6 +26,9 @@ PATHS: dict[Route, str] = {"chat": "/v1/chat/completions", "completions": "/v1/c
 # Authorization above all stays here.
 _FORWARDED = ("x-request-id", "traceparent", "tracestate")
 
+# How vLLM's stream begins when there is no first token.
+_ERROR_EVENT = b'data: {"error"'
+
 Failure = Literal["unreachable", "dropped", "hung", "timeout", "broke_off"]
 
 
@@ -159,6 +162,15 @@ class EngineHttp:
         """A short read from an engine. Raises httpx.HTTPError."""
         return await self._client.get(url + path, timeout=self._settings.probe_timeout_s)
 
+    async def is_dead(self, url: str) -> bool:
+        """Whether an engine says of itself that it is, or does not listen any more."""
+        try:
+            return (await self.get(url, "/health")).status_code >= 500
+        except httpx.TimeoutException:
+            return False
+        except httpx.HTTPError:
+            return True
+
     def _headers(self, client_headers: Mapping[str, str]) -> dict[bytes, bytes]:
         # As bytes, as they came: httpx would refuse a text that is not ASCII.
         forwarded = {
@@ -206,6 +218,12 @@ class DecodeStream:
         """Whether it is a stream of events, whatever the request had asked for."""
         content_type: str = self.headers.get("content-type", "")
         return content_type.startswith("text/event-stream")
+
+    @property
+    def failed(self) -> bool:
+        """Whether it begins with an error of the engine's."""
+        begins = self._first is not None and self._first.startswith(_ERROR_EVENT)
+        return self.status >= 500 or begins
 
     async def wait_for_first_chunk(self) -> None:
         """Returns when the body has begun, so that until then another engine can be asked.

@@ -306,6 +306,16 @@ class TurnRun:
             except BaseException:
                 await stream.close()
                 raise
+        if stream.failed:
+            try:
+                dead = await self.services.http.is_dead(url)
+            except BaseException:
+                await stream.close()
+                raise
+            if dead:
+                # Its server outlives its core by a moment, and has an error for everyone.
+                await stream.close()
+                raise LegFailed("dropped", url, f"status {stream.status} of a dead engine")
         return stream
 
     def _decode_failed(self, failed: LegFailed, worker_id: str) -> None:
