@@ -17,7 +17,7 @@ ARGS ?=
 help: ## this list
 	@echo "kvshuttle: moves an LLM's KV cache both ways between prefill and decode engines"
 	@echo
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  make \1\t\2/' | expand -t 28
 
 # ---------------------------------------------------------------------------------- set-up
 
