@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import threading
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import httpx
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from tests.soak.tally import Tally
 
 WORKERS = (PREFILL, DECODE)
+# How the processes that compute call themselves.
+CORE = b"VLLM::"
 # Requests that were on their way when an engine died may fail a moment later.
 OUTAGE_MARGIN_S = 3.0
 
@@ -120,6 +125,8 @@ class Chaos(threading.Thread):
                 self._tally.add("kill", program=name)
                 self._cluster.count_preemptions()
                 ref = self._cluster.view.workers()[name].ref
+                if self._chance.random() < 0.5:
+                    self._crash(engine)
                 engine.kill()
                 self._cluster.new_process(name)
                 engine.start()
@@ -128,6 +135,14 @@ class Chaos(threading.Thread):
                 self._cluster.view.fence(ref, "killed by the soak")
             engine.wait_ready()
             self._cluster.start_again()
+
+    def _crash(self, engine: ManagedProcess) -> None:
+        """Only what computes dies, as for want of memory: the server before it goes on a while."""
+        for pid in engine.pids():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(CORE):
+                    os.kill(pid, signal.SIGKILL)
+        time.sleep(self._chance.uniform(0.0, 5.0))
 
     @contextlib.contextmanager
     def _outage(self) -> Iterator[None]:
