@@ -1,0 +1,105 @@
+"""Rules of the agent that nothing else would miss: each was broken once and no test saw it."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvshuttle.dataplane import messages as m
+from kvshuttle.dataplane import source as source_module
+from kvshuttle.dataplane import turns as turns_module
+from kvshuttle.dataplane.turns import TurnBook, TurnLeg
+from kvshuttle.v1 import agent_service_pb2 as agent_pb2
+from kvshuttle.v1 import session_service_pb2 as session_pb2
+from kvshuttle.v1 import types_pb2
+from tests.unit.dataplane.test_scheduler_side import DECODE, Bench, chain
+
+
+@pytest.fixture
+def bench() -> Bench:
+    return Bench()
+
+
+def held(bench: Bench, blocks: int = 5) -> None:
+    """A lease's range, for the first boot of `other`."""
+    bench.expect(DECODE)
+    bench.offer(chain(blocks))
+    bench.harden(chain(blocks))
+
+
+def unserved(bench: Bench) -> list[str]:
+    return [order.lease_id for order in bench.out.orders if isinstance(order, m.Unserve)]
+
+
+def test_a_source_lets_go_for_a_reader_that_is_attested_dead_and_no_other_boot(
+    bench: Bench,
+) -> None:
+    held(bench)
+    for incarnation, gone in ((2, []), (1, ["l1"])):
+        dead = types_pb2.WorkerRef(worker_id="other", incarnation=incarnation)
+        bench.obey(peer_fenced=agent_pb2.PeerFenced(worker=dead))
+        assert unserved(bench) == gone
+
+
+def test_a_repeated_harden_holds_and_answers_once(bench: Bench) -> None:
+    held(bench)
+    bench.harden(chain(5))
+    assert len(bench.out.take("hardened")) == 1
+    bench.obey(reader_stopped=agent_pb2.ReaderStopped(lease_id="l1"))
+    bench.obey(release_replica=agent_pb2.ReleaseReplica(tenant="acme", session_id="s"))
+    bench.agent.post(m.Unserved("l1"))
+    bench.end_hook()
+    assert bench.held == 0
+
+
+def test_a_draining_worker_holds_and_offers_nothing_new(bench: Bench) -> None:
+    bench.expect(DECODE)
+    bench.offer(chain(5))
+    bench.out.take("offered")
+    bench.obey(drain=agent_pb2.Drain())
+    bench.harden(chain(5))
+    (refused,) = bench.out.take("refused")
+    assert refused.reason == "DRAINING"
+    bench.offer(chain(8), first=40)
+    assert bench.out.take("offered") == []
+    assert bench.held == 5
+
+
+def test_a_retention_of_nothing_ends_the_hold(bench: Bench) -> None:
+    bench.expect(DECODE)
+    bench.offer(chain(5))
+    retain = agent_pb2.RetainReplica(tenant="acme", session_id="s", head_hash=chain(5)[-1])
+    bench.obey(retain_replica=retain)
+    assert bench.held == 0
+    (changed,) = bench.out.take("replica_changed")
+    assert changed.state == session_pb2.REPLICA_STATE_SOFT
+
+
+def test_so_many_soft_replicas_are_remembered(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(source_module, "MAX_SOFT_REPLICAS", 2)
+    bench.expect(DECODE)
+    for number in range(4):
+        bench.offer(chain(3, f"{number}-"), first=10 * (number + 1))
+        bench.agent.make_room(100)
+    gone = [x.head_hash for x in bench.out.take("replica_changed") if not x.num_blocks]
+    assert gone == [chain(3, f"{number}-")[-1] for number in range(2)]
+    assert len(bench.agent.source.inventory()) == 2
+
+
+def leg(number: int) -> TurnLeg:
+    return TurnLeg(f"t{number}", DECODE, "acme", "s", number, "", False, 0, 0, 0)
+
+
+def test_so_many_turns_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns_module, "MAX_TURNS", 3)
+    monkeypatch.setattr(turns_module, "MAX_PAST_TURNS", 2)
+    book = TurnBook()
+    for number in range(5):
+        book.expect(leg(number))
+    assert [book.find((f"t{n}", DECODE)) is not None for n in range(5)] == [False] * 2 + [True] * 3
+    for number in range(5):
+        book.forget((f"t{number}", DECODE))
+    assert len(book) == 0
+    found = [book.find_past((f"t{n}", DECODE)) is not None for n in range(5)]
+    assert found == [False, False, False, True, True]
