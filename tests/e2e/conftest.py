@@ -25,6 +25,7 @@ from kvshuttle.localstack import (
 )
 from kvshuttle.localstack.metrics import EXTERNAL_HITS
 from tests.support.conversation import Oracle
+from tests.support.history import History
 from tests.support.leaks import assert_nothing_leaked, free_blocks
 
 ROOT = Path(__file__).parents[2]
@@ -160,9 +161,11 @@ def logs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 
 
 def store_args(logs: Path) -> list[str]:
-    """On disk, so that the control plane can be stopped and started between turns."""
+    """On disk, so that the control plane can be stopped and started between turns; and with a log
+    of each lease."""
+    store = ["--store", str(logs / "controlplane.sqlite")]
     # Short turns too go to prefill: what is moved is what most tests are about.
-    return ["--store", str(logs / "controlplane.sqlite"), "--direct-tokens", "0"]
+    return [*store, "--direct-tokens", "0", "--log-format=json", "--log-level=debug"]
 
 
 @pytest.fixture(scope="session")
@@ -181,7 +184,7 @@ def engines(logs: Path) -> Iterator[tuple[Stack, ControlPlane, Engine, Engine, E
                     cpu,
                     num_blocks=POOL_BLOCKS,
                     # For /reset_prefix_cache, the stand-in for an eviction.
-                    env={"VLLM_SERVER_DEV_MODE": "1"},
+                    env={"VLLM_SERVER_DEV_MODE": "1", "KVSHUTTLE_LOG_LEVEL": "debug"},
                     kv_transfer=kvshuttle_transfer(
                         control_plane=control_plane.target,
                         worker_id=name,
@@ -196,6 +199,17 @@ def engines(logs: Path) -> Iterator[tuple[Stack, ControlPlane, Engine, Engine, E
         plain = Engine(engine_spec("plain", cpus[1]), log_dir=logs)
         stack.start(prefill, decode, plain)
         yield stack, control_plane, prefill, decode, plain
+    history = History()
+    history.read_control_plane(control_plane.log_path, "control plane")
+    for engine in (prefill, decode):
+        history.read_agent(engine.log_path, engine.name)
+    granted = sum(1 for _ in history.named("lease_granted"))
+    read = sum(bool(x.fields["published"]) for x in history.named("read_over"))
+    print(f"history: {len(history.entries)} entries, {granted} grants, {read} reads published")
+    assert not history.problems(), history.problems()[:5]
+    # A checker that was given nothing finds nothing.
+    assert not granted or any(history.named("obeys"))
+    assert not read or (any(history.named("range_held")) and any(history.named("handed_out")))
 
 
 @pytest.fixture(scope="session")
