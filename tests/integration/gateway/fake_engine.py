@@ -58,6 +58,8 @@ class Script:
     mid_stream: asyncio.Event | None = None
     # Sent instead of the events of a stream.
     only_event: bytes | None = None
+    # Sent within a stream, before [DONE].
+    last_event: bytes = b""
     # Breaks the connection after so many events.
     break_after: int | None = None
     # Half an event is sent before the break.
@@ -253,6 +255,8 @@ class _Completions:
             }
             chunk = {"id": "c1", "choices": [], "usage": usage}
             events.append(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        if script.last_event:
+            events.append(script.last_event)
         if not script.no_done:
             events.append(DONE)
         for number, event in enumerate(events):

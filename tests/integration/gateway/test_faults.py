@@ -17,7 +17,13 @@ from tests.integration.gateway.fake_control_plane import (
     FakeControlPlane,
     worker,
 )
-from tests.integration.gateway.fake_engine import EVENTS, FakeEngine, Script, dropping_server
+from tests.integration.gateway.fake_engine import (
+    DONE,
+    EVENTS,
+    FakeEngine,
+    Script,
+    dropping_server,
+)
 from tests.integration.gateway.waiting import eventually
 
 if TYPE_CHECKING:
@@ -223,6 +229,19 @@ async def test_an_error_in_the_stream_of_an_engine_that_lives_is_the_clients(
     assert response.status_code == 200
     assert response.content.startswith(ERROR_EVENT)
     assert "x-kvshuttle-fallback" not in response.headers
+
+
+async def test_a_turn_whose_stream_ends_with_an_error_has_failed(
+    control: FakeControlPlane, decode: FakeEngine
+) -> None:
+    control.placements = [(None, ("d", decode.url))]
+    decode.script = Script(last_event=ERROR_EVENT)
+    async with running_gateway(control_plane=control.target) as gateway:
+        response = await gateway.chat(stream=True)
+        await eventually(lambda: control.ends, "EndTurn")
+
+    assert response.content == b"".join([*EVENTS, ERROR_EVENT, DONE])
+    assert control.ends[0].outcome == FAILED
 
 
 HANG = {"engine_hang_s": 0.4, "probe_timeout_s": 0.1}

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Literal
 import httpx
 
 from kvshuttle.gateway.liveness import Liveness
+from kvshuttle.gateway.sse import ERROR_EVENT
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -25,9 +26,6 @@ PATHS: dict[Route, str] = {"chat": "/v1/chat/completions", "completions": "/v1/c
 # Headers of the client that go on to the engines: what joins logs and traces, nothing else.
 # Authorization above all stays here.
 _FORWARDED = ("x-request-id", "traceparent", "tracestate")
-
-# How vLLM's stream begins when there is no first token.
-_ERROR_EVENT = b'data: {"error"'
 
 Failure = Literal["unreachable", "dropped", "hung", "timeout", "broke_off"]
 
@@ -222,7 +220,7 @@ class DecodeStream:
     @property
     def failed(self) -> bool:
         """Whether it begins with an error of the engine's."""
-        begins = self._first is not None and self._first.startswith(_ERROR_EVENT)
+        begins = self._first is not None and self._first.startswith(ERROR_EVENT)
         return self.status >= 500 or begins
 
     async def wait_for_first_chunk(self) -> None:

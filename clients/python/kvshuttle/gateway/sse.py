@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+# How vLLM says within a stream that it cannot go on; quotes within a token's text are escaped.
+ERROR_EVENT = b'data: {"error"'
+
 _BOUNDARIES = (b"\n\n", b"\r\n\r\n")
 
 
@@ -20,6 +23,7 @@ class EventPassthrough:
         self.usage: dict[str, Any] | None = None
         self.saw_data = False
         self.saw_done = False
+        self.saw_error = False
 
     def feed(self, chunk: bytes) -> bytes:
         """What may be sent on: complete events only, possibly none."""
@@ -41,6 +45,7 @@ class EventPassthrough:
         if not self.saw_data:
             # Comments (keep-alives) before the first token are not tokens.
             self.saw_data = events.startswith(b"data:") or b"\ndata:" in events
+        self.saw_error |= ERROR_EVENT in events
         has_usage = b'"usage"' in events
         if not has_usage and b"[DONE]" not in events:
             return

@@ -380,6 +380,8 @@ class TurnRun:
             rest = events.finish()
             if events.saw_done:
                 await self._send_body(rest, more=False)
+                if events.saw_error:
+                    return session.TURN_OUTCOME_FAILED
                 return session.TURN_OUTCOME_COMPLETED
             if rest:
                 await self._send_body(rest, more=True)
