@@ -56,7 +56,7 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 
 # ----------------------------------------------------------------------------------- tests
 
-.PHONY: test test-fast lint dashboards proto sim sim-exhaustive soak mutants bench-controlplane bench-idle bench-planner bench-retention bench-ttft clean
+.PHONY: test test-fast lint dashboards reference proto sim sim-exhaustive soak mutants bench-controlplane bench-idle bench-planner bench-retention bench-ttft clean
 test: model lint ## lint and all tests, those on real engines too
 	@$(BIN)/python -m pytest tests --durations=15 $(ARGS)
 
@@ -69,8 +69,12 @@ lint: $(VENV)/.dev ## style, types, layers, the API's rules, the stubs
 dashboards: $(VENV)/.dev ## writes deploy/grafana from scripts/dashboard_panels.py
 	@$(BIN)/python -m scripts.dashboards
 
+reference: $(VENV)/.dev ## writes docs/reference from the protos and the settings
+	@$(BIN)/python -m scripts.reference
+
 proto: $(VENV)/.dev ## generates the Python stubs from proto/
 	@VENV=$(VENV) scripts/proto.sh
+	@$(BIN)/python -m scripts.reference
 
 # make sim SCHEDULES=1000000; make sim LONG=60 runs for so many minutes; ARGS="--seed 7 --trace"
 SCHEDULES ?= 10000
