@@ -39,10 +39,10 @@ class Faults:
     """Every read stays in flight for ever, as seen by the mover."""
 
     keep_hold: str = ""
-    """Holds of this kind (`HoldKind`) are not let go: whoever ends one goes on as if it were."""
+    """A hold of this kind (`HoldKind`) is not let go: who ends it goes on as if it were."""
 
     lose_references: str = ""
-    """Holds of this kind end, but one reference to each of their blocks stays: nothing counts it
+    """A hold of this kind ends, but one reference to each of its blocks stays: nothing counts it
     any more, and the blocks are missing from the pool."""
 
     file: str = ""
@@ -104,11 +104,13 @@ class LeakyHolds(HoldTable):
     def release(self, hold: Hold, on_reuse: Callable[[int], None] | None = None) -> None:
         """Ends a hold, or fails to."""
         planted = self._faults.now()
-        if not hold.ended and hold.kind.value == planted.keep_hold:
+        # One at a time: more would starve the engine, which is another defect.
+        fresh = not hold.ended and not self._kept and not self._lost
+        if fresh and hold.kind.value == planted.keep_hold:
             _log.warning("fault_keep_hold", kind=hold.kind.value, blocks=len(hold.block_ids))
             self._kept.append((hold, on_reuse))
             return
-        if not hold.ended and hold.kind.value == planted.lose_references:
+        if fresh and hold.kind.value == planted.lose_references:
             _log.warning("fault_lose_references", blocks=len(hold.block_ids))
             self._store.touch(hold.block_ids)
             self._lost.append(hold.block_ids)
