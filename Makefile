@@ -7,6 +7,7 @@ SHELL := /bin/bash
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
+FRAMEWORKS := .venv-frameworks
 BIN := $(VENV)/bin
 MODELS := .models
 
@@ -37,9 +38,18 @@ $(VENV)/.cpu: requirements/cpu.txt $(VENV)/.dev
 	@$(BIN)/python scripts/install.py requirements/cpu.txt
 	@touch $@
 
-.PHONY: venv venv-cpu model
+# The agent frameworks of examples/, apart from vLLM.
+$(FRAMEWORKS)/.installed: requirements/frameworks.txt pyproject.toml scripts/install.py
+	@$(PYTHON) -m venv $(FRAMEWORKS)
+	@$(FRAMEWORKS)/bin/python scripts/install.py requirements/frameworks.txt
+	@$(FRAMEWORKS)/bin/python -m pip install --quiet --disable-pip-version-check --root-user-action=ignore \
+	  --no-deps --no-build-isolation --editable .
+	@touch $@
+
+.PHONY: venv venv-cpu frameworks model
 venv: $(VENV)/.dev ## .venv for all but the engines
 venv-cpu: $(VENV)/.cpu ## .venv with vLLM and NIXL for machines without a GPU
+frameworks: $(FRAMEWORKS)/.installed ## .venv-frameworks for examples/: three agent frameworks
 
 $(MODELS)/%/kvshuttle-model.json: scripts/make_model.py $(VENV)/.cpu
 	@echo "Preparing the model $*"
@@ -57,7 +67,7 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 # ----------------------------------------------------------------------------------- tests
 
 .PHONY: test test-fast lint dashboards reference proto sim sim-exhaustive soak mutants bench-controlplane bench-idle bench-planner bench-retention bench-ttft clean
-test: model lint ## lint and all tests, those on real engines too
+test: model frameworks lint ## lint and all tests, those on real engines too
 	@$(BIN)/python -m pytest tests --durations=15 $(ARGS)
 
 test-fast: lint ## lint and the tests that need no engine and little time
@@ -75,6 +85,15 @@ reference: $(VENV)/.dev ## writes docs/reference from the protos and the setting
 proto: $(VENV)/.dev ## generates the Python stubs from proto/
 	@VENV=$(VENV) scripts/proto.sh
 	@$(BIN)/python -m scripts.reference
+
+# LANGUAGES="go java" for some of them. What the tools are: docs/sdk.md
+LANGUAGES ?=
+.PHONY: sdk sdk-test
+sdk: $(VENV)/.dev ## generates and compiles the clients of TypeScript, Go, Java from proto/
+	@$(BIN)/python scripts/sdk.py $(LANGUAGES) || [ $$? -eq 3 ]
+
+sdk-test: $(VENV)/.dev ## runs each of them against a real control plane
+	@$(BIN)/python -m pytest tests/integration/sdk $(ARGS)
 
 # make sim SCHEDULES=1000000; make sim LONG=60 runs for so many minutes; ARGS="--seed 7 --trace"
 SCHEDULES ?= 10000
@@ -113,5 +132,6 @@ bench-ttft: model ## time to first token, vLLM's own connectors beside it: QUICK
 	  $(if $(TRACES),--traces $(TRACES)) $(ARGS)
 
 clean: ## removes .venv, the models and all caches
-	rm -rf $(VENV) $(MODELS) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(FRAMEWORKS) $(MODELS) out .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf clients/typescript/{gen,dist,node_modules} clients/go/{v1,build} clients/java/{gen,build}
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -8,12 +8,15 @@ from pathlib import Path
 import pytest
 
 # What takes most of the time of the tests that need no engine: programs that are started, killed
-# and waited for, screens, bytes at random. They run in `make test`, and not in `make test-fast`.
+# and waited for, compilers, screens, bytes at random. They run in `make test`, and not in
+# `make test-fast`.
 SLOW = (
     "integration/cli",
     "integration/controlplane/test_crash.py",
     "integration/controlplane/test_fuzz.py",
     "integration/controlplane/test_hygiene.py",
+    "integration/frameworks",
+    "integration/sdk",
     "unit/cli/test_top.py",
     "unit/controlplane/test_store_crash.py",
     "unit/support/test_localstack.py",

@@ -1,0 +1,6 @@
+package io.perfmark;
+
+/** See {@link PerfMark}. */
+public final class Tag {
+  Tag() {}
+}
