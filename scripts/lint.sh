@@ -49,6 +49,13 @@ echo "Lint"
 check "ruff check" "$bin/ruff" check .
 check "ruff format" "$bin/ruff" format --check .
 check "mypy --strict" "$bin/mypy" --no-error-summary controlplane dataplane clients/python tests benchmarks scripts
+# With the frameworks' own types, which are not in .venv.
+if [ -x .venv-frameworks/bin/python ]; then
+  check "mypy examples" "$bin/mypy" --no-error-summary \
+    --python-executable .venv-frameworks/bin/python examples
+else
+  printf '  %-22s not run: needs make frameworks\n' "mypy examples"
+fi
 check "import rules" "$bin/lint-imports"
 check "buf lint" "$bin/buf" lint proto
 check "buf breaking" breaking

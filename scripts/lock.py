@@ -1,4 +1,5 @@
-"""Writes requirements/dev.txt and requirements/cpu.txt from the environment that runs it.
+"""Writes requirements/dev.txt and requirements/cpu.txt from the environment that runs it; or
+requirements/frameworks.txt, with the argument `frameworks`, from .venv-frameworks.
 
 To move a pin: install the other version into .venv with pip, run the tests, run this, commit.
 
@@ -39,6 +40,10 @@ HEADERS = {
 # Written by scripts/lock.py, and installed with --no-deps: see there.
 -r dev.txt
 """,
+    "frameworks": """\
+# The agent frameworks of examples/, pinned. `make frameworks` installs this into .venv-frameworks.
+# Written by scripts/lock.py, and installed with --no-deps: see there.
+""",
 }
 
 
@@ -66,8 +71,12 @@ def main() -> int:
         for d in importlib.metadata.distributions()
     }
     # hatchling and editables: they build kvshuttle itself, in this environment.
-    dev = closure("kvshuttle", {"dev"}) | closure("hatchling", set()) | {"editables"}
-    parts = {"dev": dev - NEVER, "cpu": set(installed) - dev - NEVER}
+    build = closure("hatchling", set()) | {"editables"}
+    if sys.argv[1:] == ["frameworks"]:
+        parts = {"frameworks": (closure("kvshuttle", {"examples"}) | build) - NEVER}
+    else:
+        dev = closure("kvshuttle", {"dev"}) | build
+        parts = {"dev": dev - NEVER, "cpu": set(installed) - dev - NEVER}
     for name, names in parts.items():
         lines = sorted((installed[n] for n in names), key=str.lower)
         path = ROOT / "requirements" / f"{name}.txt"

@@ -18,7 +18,7 @@ from tests.integration.gateway.waiting import eventually
 
 if TYPE_CHECKING:
     import socket
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator, Callable, Iterator
 
     from starlette.types import Receive, Scope, Send
 
@@ -67,6 +67,8 @@ class Script:
     # Ends the stream in order, but without [DONE].
     no_done: bool = False
     usage: dict[str, Any] | None = None
+    # Makes the whole answer to a request that is not streamed.
+    answer: Callable[[dict[str, Any]], dict[str, Any]] | None = None
 
 
 class BrokenConnectionError(Exception):
@@ -213,6 +215,8 @@ class _Completions:
             await self._stream(script, got, send)
         else:
             whole = script.body
+            if script.answer is not None:
+                whole = json.dumps(script.answer(got.body)).encode()
             if whole is None:
                 whole = json.dumps(self._completion(script, got)).encode()
             response = Response(
