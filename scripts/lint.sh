@@ -52,7 +52,7 @@ check "mypy --strict" "$bin/mypy" --no-error-summary controlplane dataplane clie
 # With the frameworks' own types, which are not in .venv.
 if [ -x .venv-frameworks/bin/python ]; then
   check "mypy examples" "$bin/mypy" --no-error-summary \
-    --python-executable .venv-frameworks/bin/python examples
+    --cache-dir .mypy_cache/examples --python-executable .venv-frameworks/bin/python examples
 else
   printf '  %-22s not run: needs make frameworks\n' "mypy examples"
 fi

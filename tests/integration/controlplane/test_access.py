@@ -32,7 +32,14 @@ DENIED = grpc.StatusCode.PERMISSION_DENIED
 class Site:
     """A control plane with TLS, and certificates for its callers."""
 
-    def __init__(self, path: Path, *, one_listener: bool, tokens: bool = True) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        one_listener: bool,
+        tokens: bool = True,
+        limits: Limits | None = None,
+    ) -> None:
         self.ca = trustme.CA()
         cert = self.ca.issue_cert("127.0.0.1")
         (path / "cert.pem").write_bytes(cert.cert_chain_pems[0].bytes())
@@ -63,7 +70,7 @@ class Site:
                 stop_grace=0.2,
                 **addresses,
             ),
-            Limits(),
+            limits or Limits(),
         )
         self.channels: list[grpc.aio.Channel] = []
 

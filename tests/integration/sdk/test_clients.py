@@ -19,6 +19,7 @@ from tests.support.certificates import issue_for_uri
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvshuttle.controlplane.model.limits import Limits
     from tests.integration.controlplane.conftest import Cluster
 
 # Compilers on a machine that does other things too.
@@ -75,10 +76,13 @@ async def test_quickstart(cluster: Cluster, language: Language) -> None:
 
 @pytest.mark.parametrize("way", ["token", "certificate"])
 @pytest.mark.parametrize("language", LANGUAGES, ids=lambda one: one.name)
-async def test_quickstart_over_tls(tmp_path: Path, language: Language, way: str) -> None:
+async def test_quickstart_over_tls(
+    tmp_path: Path, limits: Limits, language: Language, way: str
+) -> None:
     """A client shows its token; a gateway or an operator its certificate, and names the tenant."""
     command = await built(language)
-    site = Site(tmp_path, one_listener=False, tokens=way == "token")
+    # Those of scripted agents, which send no heartbeats: a slow start of Java is no silence.
+    site = Site(tmp_path, one_listener=False, tokens=way == "token", limits=limits)
     await site.server.start()
     agents = []
     try:
