@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import google.rpc  # type: ignore[import-untyped]
-import grpc_tools  # type: ignore[import-untyped]
+import grpc_tools  # type: ignore[import-untyped, unused-ignore]
 
 ROOT = Path(__file__).resolve().parent.parent
 CLIENTS = ROOT / "clients"
