@@ -92,7 +92,7 @@ async def main(told: Options) -> None:
             )
             await shown.turn(conversation)
             print(f"{question}\n  {str(found['messages'][-1].content).strip()}", flush=True)
-    shown.end(conversation, told.json)
+    shown.end(conversation.session_id, told.json)
 
 
 if __name__ == "__main__":

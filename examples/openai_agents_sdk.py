@@ -104,7 +104,7 @@ async def main(told: Options) -> None:
             await shown.turn(conversation)
             print(f"{question}\n  {str(result.final_output).strip()}", flush=True)
             history = result.to_input_list()
-    shown.end(conversation, told.json)
+    shown.end(conversation.session_id, told.json)
 
 
 if __name__ == "__main__":

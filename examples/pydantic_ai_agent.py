@@ -86,7 +86,7 @@ async def main(told: Options) -> None:
             await shown.turn(conversation)
             print(f"{question}\n  {result.output.strip()}", flush=True)
             history = result.all_messages()
-    shown.end(conversation, told.json)
+    shown.end(conversation.session_id, told.json)
 
 
 if __name__ == "__main__":

@@ -87,7 +87,10 @@ class Shown:
 
     async def turn(self, conversation: AsyncConversation) -> None:
         """The last answer's turn; call it before the next request."""
-        report = await conversation.report()
+        self.add(await conversation.report())
+
+    def add(self, report: TurnReport | None) -> None:
+        """One more turn."""
         if report is None:
             print("  turn: the gateway does not know what it cost", flush=True)
             return
@@ -100,9 +103,9 @@ class Shown:
             flush=True,
         )
 
-    def end(self, conversation: AsyncConversation, as_json: bool) -> None:
+    def end(self, session_id: str, as_json: bool) -> None:
         """All of them."""
         if as_json:
             turns = [dataclasses.asdict(report) for report in self.reports]
-            json.dump({"session": conversation.session_id, "turns": turns}, sys.stdout)
+            json.dump({"session": session_id, "turns": turns}, sys.stdout)
             print()

@@ -13,7 +13,9 @@ import pytest
 
 ROOT = Path(__file__).parents[3]
 PYTHON = ROOT / ".venv-frameworks" / "bin" / "python"
-EXAMPLES = ("openai_agents_sdk", "langgraph_agent", "pydantic_ai_agent")
+FRAMEWORKS = ("openai_agents_sdk", "langgraph_agent", "pydantic_ai_agent")
+PLAIN = "openai_client"
+"""OpenAI's own client: its loop is the example's, and sends a tool's result as the user's words."""
 
 
 def needs_frameworks() -> pytest.MarkDecorator:
@@ -47,10 +49,10 @@ class VllmStandIn:
     user, if it may, and says something after a tool's result."""
 
     def __init__(self) -> None:
-        self.requests: list[dict[str, Any]] = []
+        self._answers = 0
 
     def answer(self, body: dict[str, Any]) -> dict[str, Any]:
-        self.requests.append(body)
+        self._answers += 1
         message: dict[str, Any] = {"role": "assistant", "content": "It was the deploy of noon."}
         finish = "stop"
         tools, choice = body.get("tools") or [], body.get("tool_choice", "auto")
@@ -59,12 +61,12 @@ class VllmStandIn:
             call = {"name": tools[0]["function"]["name"], "arguments": '{"service": "checkout"}'}
             message["content"] = None
             message["tool_calls"] = [
-                {"id": f"call-{len(self.requests)}", "type": "function", "function": call}
+                {"id": f"call-{self._answers}", "type": "function", "function": call}
             ]
         prompt = sum(len(str(one.get("content"))) for one in body["messages"]) // 4
         cached = 16 * (len(body["messages"]) // 2)
         return {
-            "id": f"chatcmpl-{len(self.requests)}",
+            "id": f"chatcmpl-{self._answers}",
             "object": "chat.completion",
             "created": int(time.time()),
             "model": body["model"],
