@@ -319,6 +319,28 @@ def test_the_control_plane_killed_during_turns(cluster: Cluster, oracle: Oracle)
     cluster.start_control_plane()
 
 
+def test_decode_stands_still_for_longer_than_anybody_waits(
+    cluster: Cluster, oracle: Oracle
+) -> None:
+    """Neither dead nor alive: its connections are open, and nothing comes."""
+    talk = Conversation("decode-hangs", seed=46)
+    turn(cluster, oracle, talk)
+    messages = talk.say()
+    cluster.decode.pause()
+    start = time.monotonic()
+    try:
+        answer = cluster.client.ask(messages, session=talk.session, max_tokens=16)
+        took = time.monotonic() - start
+    finally:
+        cluster.decode.resume()
+    talk.heard(answer)
+    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
+    # As long as a hung engine is borne, twice: far from any timeout of a leg.
+    assert took < 40
+    cluster.stack.wait_registered(cluster.control_plane.target, [PREFILL, DECODE])
+    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
+
+
 def test_decode_killed_between_turns(cluster: Cluster, oracle: Oracle) -> None:
     talk = Conversation("decode-killed", seed=44)
     turn(cluster, oracle, talk)
