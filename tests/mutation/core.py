@@ -17,6 +17,9 @@ CORE = (
             "        lease = lease.stopping(final, reason)\n"
             "        w.command(lease.source, ReaderStopped(lease.lease_id, lease.version))\n"
         ),
+        (
+            "tests/unit/controlplane/test_lease_rules.py::test_a_turn_cancelled_after_the_grant_waits_for_its_reader_and_no_longer",
+        ),
     ),
     Mutant(
         "cp_lost_dest_releases",
@@ -27,6 +30,7 @@ CORE = (
             "            w.put_lease(lease.ended(LeaseState.FAILED, reason, w.now_ns))\n"
             "            lease_events.reader_is_stopped(w, w.state.leases[lease.lease_id])\n"
         ),
+        ("tests/unit/controlplane/test_recovery.py",),
     ),
     Mutant(
         "reconcile_always_stops_source",
@@ -34,6 +38,7 @@ CORE = (
         CONTROL + "model/recovery.py",
         "    elif lease.reader_stopped:\n",
         "    elif True:\n",
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "no_guard_in_source_deadline",
@@ -41,6 +46,9 @@ CORE = (
         AGENT + "clock.py",
         "(ttl_ns + guard_ns) *",
         "(ttl_ns) *",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_a_source_keeps_its_range_for_ttl_guard_and_drift",
+        ),
     ),
     Mutant(
         "no_drift",
@@ -48,6 +56,9 @@ CORE = (
         AGENT + "clock.py",
         " * (1_000_000 + 2 * drift_ppm) // 1_000_000",
         "",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_a_source_keeps_its_range_for_ttl_guard_and_drift",
+        ),
     ),
     Mutant(
         "ttl_from_arrival",
@@ -55,6 +66,7 @@ CORE = (
         AGENT + "clock.py",
         "    return as_of + ttl_ns",
         "    return boottime_ns() + ttl_ns",
+        ("tests/unit/dataplane/test_eager.py::test_nothing_is_posted_near_the_deadline",),
     ),
     Mutant(
         "no_guard_check",
@@ -62,6 +74,7 @@ CORE = (
         CONTROL + "model/lease_events.py",
         "    if not lease.push and w.now_ns - lease.create_ns > w.limits.guard_ns:",
         "    if False:",
+        ("tests/unit/controlplane/test_registry.py::test_nothing_is_granted_after_the_guard",),
     ),
     Mutant(
         "no_renew_guard",
@@ -69,6 +82,9 @@ CORE = (
         CONTROL + "model/lease_events.py",
         "late = w.now_ns - lease.renewal.asked_ns > w.limits.guard_ns",
         "late = False",
+        (
+            "tests/unit/controlplane/test_registry.py::test_renewal_is_source_first_within_the_guard_and_capped",
+        ),
     ),
     Mutant(
         "source_extend_ignored",
@@ -80,6 +96,9 @@ CORE = (
             "            source_deadline("
         ),
         ("        _ = max(\n            lease.deadline_ns,\n            source_deadline("),
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_an_extension_moves_the_source_deadline",
+        ),
     ),
     Mutant(
         "end_stream_noop",
@@ -87,6 +106,9 @@ CORE = (
         AGENT + "scheduler.py",
         "            life.open = False",
         "            pass",
+        (
+            "tests/unit/dataplane/test_hazards.py::test_a_grant_that_queues_while_its_stream_is_replaced_is_not_obeyed",
+        ),
     ),
     Mutant(
         "no_post_margin",
@@ -94,6 +116,9 @@ CORE = (
         AGENT + "transfers.py",
         "elif now > order.deadline_ns - DEADLINE_MARGIN_NS:",
         "elif False:",
+        (
+            "tests/unit/dataplane/test_transfers.py::test_nothing_is_posted_when_the_deadline_is_near",
+        ),
     ),
     Mutant(
         "no_late_check",
@@ -101,6 +126,7 @@ CORE = (
         AGENT + "transfers.py",
         "if state.completed_ns > state.deadline_ns:",
         "if False:",
+        ("tests/unit/dataplane/test_transfers.py::test_what_completed_late_is_over_at_once",),
     ),
     Mutant(
         "no_late_and_confirm_check",
@@ -108,6 +134,7 @@ CORE = (
         AGENT + "transfers.py",
         "late = self._clock() > state.deadline_ns",
         "late = False",
+        ("tests/unit/dataplane/test_transfers.py::test_a_yes_that_is_read_late_publishes_nothing",),
     ),
     Mutant(
         "always_held",
@@ -115,6 +142,7 @@ CORE = (
         AGENT + "transfers.py",
         "held = deadline is not None and self._clock() <= deadline",
         "held = True",
+        ("tests/unit/dataplane/test_transfers.py::test_the_source_says_whether_it_still_holds",),
     ),
     Mutant(
         "no_confirm",
@@ -126,6 +154,9 @@ CORE = (
             "            state.held = True\n"
             "            return True"
         ),
+        (
+            "tests/unit/dataplane/test_transfers.py::test_nothing_is_published_before_the_source_has_answered",
+        ),
     ),
     Mutant(
         "let_go_in_proc",
@@ -133,6 +164,7 @@ CORE = (
         AGENT + "transfers.py",
         'if state.faults.stall_reads or self._transport.state(state.handle) == "PROC":',
         "if False:",
+        ("tests/unit/dataplane/test_transfers.py::test_blocks_are_free_only_when_nixl_has_let_go",),
     ),
     Mutant(
         "never_give_up_deadline",
@@ -140,6 +172,7 @@ CORE = (
         AGENT + "transfers.py",
         ("if now > state.deadline_ns - DEADLINE_MARGIN_NS:\n            self._give_up"),
         ("if False:\n            self._give_up"),
+        ("tests/unit/dataplane/test_transfers.py::test_a_read_is_given_up_before_its_deadline",),
     ),
     Mutant(
         "close_releases_at_once",
@@ -147,6 +180,9 @@ CORE = (
         AGENT + "source.py",
         "            lease.closing = reason\n",
         ("            lease.closing = reason\n            self._holds.release(lease.hold)\n"),
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_a_source_keeps_its_range_until_the_reader_has_stopped",
+        ),
     ),
     Mutant(
         "revoke_says_stopped_while_reading",
@@ -161,6 +197,7 @@ CORE = (
             '            self._say_stopped(lease_id, agent_pb2.TRANSFER_OUTCOME_REVOKED, "")\n'
             "            return\n"
         ),
+        ("tests/unit/dataplane/test_scheduler_side.py::test_a_reader_that_reads_has_not_stopped",),
     ),
     Mutant(
         "no_landing_hold",
@@ -168,6 +205,9 @@ CORE = (
         AGENT + "destination.py",
         "        self._loads[request_id] = load\n",
         ("        self._loads[request_id] = load\n        self._holds.release(load.hold)\n"),
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_a_published_load_is_reported_and_its_hold_ends",
+        ),
     ),
     Mutant(
         "abort_frees_landing",
@@ -175,6 +215,9 @@ CORE = (
         AGENT + "destination.py",
         "            load.orphaned = True\n",
         ("            load.orphaned = True\n            self._holds.release(load.hold)\n"),
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_landing_blocks_of_an_aborted_request_stay_until_nothing_writes",
+        ),
     ),
     Mutant(
         "failed_load_frees_landing",
@@ -182,6 +225,9 @@ CORE = (
         AGENT + "destination.py",
         "            self._holds.quarantine(load.hold)\n",
         "            self._holds.release(load.hold)\n",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_a_failed_load_is_a_quarantine_until_nothing_writes",
+        ),
     ),
     Mutant(
         "offer_unwritten",
@@ -189,6 +235,9 @@ CORE = (
         AGENT + "destination.py",
         "        return load.first\n",
         "        return None\n",
+        (
+            "tests/unit/dataplane/test_hazards.py::test_a_request_aborted_during_its_load_offers_only_what_it_had_before",
+        ),
     ),
     Mutant(
         "match_by_count",
@@ -196,6 +245,9 @@ CORE = (
         AGENT + "matching.py",
         "        if own[i] != offered[i]:",
         "        if False:",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_a_request_loads_the_common_hash_prefix_beyond_its_own_cache",
+        ),
     ),
     Mutant(
         "clock_monotonic",
@@ -203,6 +255,7 @@ CORE = (
         AGENT + "clock.py",
         "time.clock_gettime_ns(time.CLOCK_BOOTTIME)",
         "time.clock_gettime_ns(time.CLOCK_MONOTONIC)",
+        ("tests/unit/test_clocks.py::test_a_suspended_machine_wakes_up_after_its_deadlines",),
     ),
     Mutant(
         "clock_wall",
@@ -210,6 +263,7 @@ CORE = (
         AGENT + "clock.py",
         "time.clock_gettime_ns(time.CLOCK_BOOTTIME)",
         "time.clock_gettime_ns(time.CLOCK_REALTIME)",
+        ("tests/unit/test_clocks.py::test_a_clock_that_is_set_moves_no_deadline",),
     ),
     Mutant(
         "cp_clock_monotonic",
@@ -217,6 +271,7 @@ CORE = (
         CONTROL + "clock.py",
         "return time.clock_gettime_ns(time.CLOCK_BOOTTIME)",
         "return time.monotonic_ns()",
+        ("tests/unit/test_clocks.py::test_a_suspended_machine_wakes_up_after_its_deadlines",),
     ),
     Mutant(
         "cp_clock_wall",
@@ -224,6 +279,7 @@ CORE = (
         CONTROL + "clock.py",
         "return _boot_ns() + self._offset_ns",
         "return time.time_ns()",
+        ("tests/unit/test_clocks.py::test_a_clock_that_is_set_moves_no_deadline",),
     ),
     Mutant(
         "second_boot_ok",
@@ -231,6 +287,7 @@ CORE = (
         CONTROL + "model/worker_events.py",
         "if before is not None and not same_boot and before.connected:",
         "if False:",
+        ("tests/unit/controlplane/test_registry.py::test_a_live_boot_is_not_pushed_out",),
     ),
     Mutant(
         "lineage_ok",
@@ -238,6 +295,9 @@ CORE = (
         CONTROL + "model/worker_events.py",
         "if says.lineage_id and says.lineage_id != state.lineage_id and not accept_lineage:",
         "if False:",
+        (
+            "tests/unit/controlplane/test_registry.py::test_an_agent_of_another_store_needs_the_operators_word",
+        ),
     ),
     Mutant(
         "epoch_not_raised",
@@ -245,6 +305,7 @@ CORE = (
         CONTROL + "model/recovery.py",
         "    if highest >= state.epoch and highest >",
         "    if False and highest >",
+        ("tests/unit/controlplane/test_registry.py::test_nothing_is_granted_in_a_stale_epoch",),
     ),
     Mutant(
         "no_claim",
@@ -252,6 +313,7 @@ CORE = (
         AGENT + "destination.py",
         'if leg.claimed_by not in ("", request_id):',
         "if False:",
+        ("tests/unit/dataplane/test_scheduler_side.py::test_one_lease_serves_one_request",),
     ),
     Mutant(
         "one_rank_done",
@@ -259,6 +321,9 @@ CORE = (
         AGENT + "source.py",
         "lease.ranks_done >= self._out.num_ranks",
         "lease.ranks_done >= 1",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_the_readers_own_notice_ends_the_lease_after_all_ranks",
+        ),
     ),
     Mutant(
         "one_rank_unserved",
@@ -266,6 +331,9 @@ CORE = (
         AGENT + "source.py",
         "lease.ranks_unserved >= self._out.num_ranks",
         "lease.ranks_unserved >= 1",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_a_source_keeps_its_range_until_every_rank_says_no_to_the_reader",
+        ),
     ),
     Mutant(
         "first_rank_ends_load",
@@ -273,6 +341,7 @@ CORE = (
         AGENT + "destination.py",
         "        if load.ranks_left:\n            return\n        journal",
         "        journal",
+        ("tests/unit/dataplane/test_scheduler_side.py::test_every_rank_must_have_ended",),
     ),
     Mutant(
         "superseded_reader_gone",
@@ -280,6 +349,7 @@ CORE = (
         CONTROL + "model/recovery.py",
         '            w.put_lease(lease.ended(LeaseState.FAILED, "DESTINATION_RESTARTED", w.now_ns))',
         '            lease_events.reader_gone(w, lease, LeaseState.FAILED, "X")',
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "expiry_stops_reader",
@@ -291,6 +361,9 @@ CORE = (
             "            reader_is_stopped(w, lease)\n"
             "        lease = w"
         ),
+        (
+            "tests/unit/controlplane/test_admission.py::test_an_ended_lease_counts_until_its_source_lets_go",
+        ),
     ),
     Mutant(
         "hello_hides_grants",
@@ -298,6 +371,9 @@ CORE = (
         AGENT + "scheduler.py",
         "for grant in self.destination.open_grants:",
         "for grant in ():",
+        (
+            "tests/unit/test_prevented.py::test_lost_on_restart__an_agent_keeps_its_holds_and_a_read_goes_on",
+        ),
     ),
     Mutant(
         "eager_no_quarantine",
@@ -305,6 +381,7 @@ CORE = (
         AGENT + "eager.py",
         "        self.holds.quarantine(job.piece.hold)\n",
         "        self.holds.release(job.piece.hold)\n",
+        ("tests/unit/dataplane/test_eager.py::test_a_read_that_does_not_end_is_a_quarantine",),
     ),
     Mutant(
         "eager_publishes_failed",
@@ -312,6 +389,7 @@ CORE = (
         AGENT + "eager.py",
         "        if piece.published:\n",
         "        if True:\n",
+        ("tests/unit/dataplane/test_eager.py::test_what_was_not_confirmed_is_not_entered",),
     ),
     Mutant(
         "renew_dest_first",
@@ -326,6 +404,9 @@ CORE = (
             "    w.command(\n"
             "        lease.source,"
         ),
+        (
+            "tests/unit/controlplane/test_lease_rules.py::test_a_renewal_that_nobody_answered_may_be_asked_for_again_after_the_guard",
+        ),
     ),
     Mutant(
         "make_room_takes_leases",
@@ -339,6 +420,9 @@ CORE = (
             "            return\n"
             "        hard"
         ),
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_under_pressure_the_soonest_to_expire_goes_first_and_leases_stay",
+        ),
     ),
     Mutant(
         "session_end_releases_leases",
@@ -350,6 +434,9 @@ CORE = (
             "        for lease in list(self._leases.values()):\n"
             '            self._close(lease, "RELEASED")\n'
         ),
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_a_source_keeps_its_range_until_the_reader_has_stopped",
+        ),
     ),
     Mutant(
         "no_boot_id_check",
@@ -357,6 +444,7 @@ CORE = (
         AGENT + "conversation.py",
         "if response.boot_id != self.hello.boot_id:",
         "if False:",
+        ("tests/unit/dataplane/test_hazards.py::test_a_message_for_another_boot_is_not_heard",),
     ),
     Mutant(
         "reserve_no_reader_stop_on_reconnect",
@@ -367,6 +455,9 @@ CORE = (
             '        lease_events.reader_gone(w, lease, LeaseState.FAILED, "RECONNECTED")'
         ),
         "        pass",
+        (
+            "tests/unit/controlplane/test_eager.py::test_a_restart_keeps_the_count_until_the_inventories_say_otherwise",
+        ),
     ),
     Mutant(
         "lookup_never_gives_up",
@@ -378,6 +469,7 @@ CORE = (
             '            return self._no(request_id, "GRANT_TIMEOUT")'
         ),
         "            return None",
+        ("tests/unit/dataplane/test_eager.py::test_a_turn_waits_no_longer_than_told",),
     ),
     Mutant(
         "abandon_ignored",
@@ -385,6 +477,9 @@ CORE = (
         AGENT + "destination.py",
         '            self._out.order(m.Abandon(request_id, "REQUEST_ENDED"))\n',
         "            pass\n",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_landing_blocks_of_an_aborted_request_stay_until_nothing_writes",
+        ),
     ),
     Mutant(
         "stall_never",
@@ -392,6 +487,7 @@ CORE = (
         AGENT + "transfers.py",
         "if now > state.posted_ns + READ_STALL_NS:",
         "if False:",
+        ("tests/unit/dataplane/test_transfers.py::test_a_read_that_stands_still_is_given_up",),
     ),
     Mutant(
         "dest_extend_stale_asof",
@@ -399,6 +495,7 @@ CORE = (
         AGENT + "destination.py",
         "deadline = destination_deadline(command.as_of, command.ttl.ToNanoseconds())",
         "deadline = self._clock() + command.ttl.ToNanoseconds()",
+        ("tests/unit/dataplane/test_scheduler_side.py",),
     ),
     Mutant(
         "grant_twice_allowed",
@@ -406,6 +503,7 @@ CORE = (
         AGENT + "destination.py",
         ("        if command.lease_id in self._grants:\n            return\n"),
         "",
+        ("tests/unit/dataplane/test_scheduler_side.py",),
     ),
     Mutant(
         "source_never_expires",
@@ -413,6 +511,9 @@ CORE = (
         AGENT + "source.py",
         "            if now >= lease.deadline_ns:\n",
         "            if False:\n",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_a_source_keeps_its_range_for_ttl_guard_and_drift",
+        ),
     ),
     Mutant(
         "source_expires_early",
@@ -420,6 +521,9 @@ CORE = (
         AGENT + "source.py",
         "            if now >= lease.deadline_ns:\n",
         "            if now >= lease.deadline_ns - 2_000_000_000:\n",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_a_source_keeps_its_range_for_ttl_guard_and_drift",
+        ),
     ),
     Mutant(
         "renewal_survives_reconnect",
@@ -427,6 +531,7 @@ CORE = (
         CONTROL + "model/recovery.py",
         "            lease = lease.renewal_over()  # noqa: PLW2901\n",
         "",
+        ("tests/unit/controlplane/test_recovery.py",),
     ),
     Mutant(
         "fence_no_peer",
@@ -434,6 +539,7 @@ CORE = (
         CONTROL + "model/worker_events.py",
         "            w.command(other.ref, PeerFenced(ref))",
         "            pass",
+        ("tests/unit/controlplane/test_registry.py",),
     ),
     Mutant(
         "epoch_not_checked",
@@ -441,6 +547,9 @@ CORE = (
         AGENT + "scheduler.py",
         "if not current or batch.epoch < self.highest_epoch:",
         "if not current:",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_a_closed_stream_and_an_older_term_are_not_obeyed",
+        ),
     ),
     Mutant(
         "generation_not_checked",
@@ -448,6 +557,9 @@ CORE = (
         AGENT + "scheduler.py",
         "current = batch.generation == self._generation and batch.life.open",
         "current = True",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_a_closed_stream_and_an_older_term_are_not_obeyed",
+        ),
     ),
     Mutant(
         "hardened_version_ignored",
@@ -455,6 +567,9 @@ CORE = (
         CONTROL + "model/lease_events.py",
         "    if version != lease.version:\n        return  # no",
         "    if False:\n        return  # no",
+        (
+            "tests/unit/controlplane/test_lease_rules.py::test_an_answer_to_something_else_grants_nothing",
+        ),
     ),
     Mutant(
         "eager_below_watermark",
@@ -462,6 +577,7 @@ CORE = (
         AGENT + "eager.py",
         "room = self.store.free_blocks - int(EAGER_FREE_SHARE * self.store.total_blocks)",
         "room = self.store.free_blocks",
+        ("tests/unit/dataplane/test_eager.py::test_it_never_takes_the_last_free_blocks",),
     ),
     Mutant(
         "eager_outlives_session",
@@ -469,6 +585,7 @@ CORE = (
         CONTROL + "model/turn_events.py",
         "    eager_events.end_session(w, key)\n",
         "",
+        ("tests/unit/controlplane/test_eager.py::test_the_end_of_the_session_stops_it",),
     ),
     Mutant(
         "turn_end_strands_lease",
@@ -476,6 +593,9 @@ CORE = (
         CONTROL + "model/turn_events.py",
         '        lease_events.stop(w, w.state.leases[lease_id], LeaseState.REVOKED, "TURN_ENDED")\n',
         "        pass\n",
+        (
+            "tests/unit/controlplane/test_lease_rules.py::test_a_turn_cancelled_after_the_grant_waits_for_its_reader_and_no_longer",
+        ),
     ),
     Mutant(
         "quarantine_uncapped",
@@ -483,5 +603,8 @@ CORE = (
         AGENT + "destination.py",
         "if self._holds.quarantined_blocks > QUARANTINE_SHARE * self._store.total_blocks:",
         "if False:",
+        (
+            "tests/unit/dataplane/test_scheduler_side.py::test_beyond_the_quarantine_cap_no_new_landing_zone_is_taken",
+        ),
     ),
 )

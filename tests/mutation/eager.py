@@ -18,7 +18,9 @@ EAGER = (
         CONTROL + "model/eager_events.py",
         "    if w.state.sessions[key].turn_count > turn.number:\n        return",
         "    if False:\n        return",
-        ("tests/unit/controlplane/test_eager.py",),
+        (
+            "tests/unit/controlplane/test_eager.py::test_what_the_next_turn_has_overtaken_is_left_to_it",
+        ),
     ),
     Mutant(
         "eager_though_never",
@@ -26,7 +28,7 @@ EAGER = (
         CONTROL + "model/eager_events.py",
         '    if turn.plan.reason == "POLICY_NEVER":\n',
         "    if False:\n",
-        ("tests/unit/controlplane/test_eager.py",),
+        ("tests/unit/controlplane/test_eager.py::test_it_is_left_to_the_next_turn",),
     ),
     Mutant(
         "eager_unbounded",
@@ -34,7 +36,9 @@ EAGER = (
         CONTROL + "model/eager_events.py",
         "    if w.state.eager_on[target.ref.worker_id] >= w.limits.eager_leases_per_worker:",
         "    if False:",
-        ("tests/unit/controlplane/test_eager.py",),
+        (
+            "tests/unit/controlplane/test_eager.py::test_no_more_than_so_many_at_once_and_the_rest_wait",
+        ),
     ),
     Mutant(
         "eager_queue_unbounded",
@@ -42,7 +46,9 @@ EAGER = (
         CONTROL + "model/eager_events.py",
         "        while len(waiting) > w.limits.eager_waiting_per_worker:",
         "        while False:",
-        ("tests/unit/controlplane/test_eager.py",),
+        (
+            "tests/unit/controlplane/test_eager.py::test_no_more_than_so_many_at_once_and_the_rest_wait",
+        ),
     ),
     Mutant(
         "eager_twice",
@@ -50,7 +56,7 @@ EAGER = (
         CONTROL + "model/eager_events.py",
         '    if open_lease is not None:\n        lease_events.stop(w, open_lease, LeaseState.REVOKED, "SUPERSEDED")\n',
         "",
-        ("tests/unit/controlplane/test_eager.py",),
+        ("tests/unit/controlplane/test_eager.py::test_the_next_turns_return_replaces_it",),
     ),
     Mutant(
         "eager_shorter_branch_wins",
@@ -58,7 +64,9 @@ EAGER = (
         CONTROL + "model/eager_events.py",
         "    if lease is not None and lease.ask_range.length >= replica.num_blocks:\n",
         "    if False:\n",
-        ("tests/unit/controlplane/test_eager.py",),
+        (
+            "tests/unit/controlplane/test_eager.py::test_a_sibling_of_the_same_turn_brings_no_second_one",
+        ),
     ),
     Mutant(
         "eager_takes_room",
@@ -66,7 +74,7 @@ EAGER = (
         CONTROL + "model/eager_events.py",
         "    if why_not or victims:",
         "    if why_not:",
-        ("tests/unit/controlplane/test_eager.py",),
+        ("tests/unit/controlplane/test_eager_limits.py::test_a_guess_takes_no_other_leases_place",),
     ),
     Mutant(
         "eager_over_budget",
@@ -74,7 +82,7 @@ EAGER = (
         CONTROL + "model/eager_events.py",
         "    if why_not or victims:",
         "    if victims:",
-        ("tests/unit/controlplane/test_eager.py",),
+        ("tests/unit/controlplane/test_eager_limits.py::test_a_guess_is_within_the_budgets",),
     ),
     Mutant(
         "eager_softens_the_longer",
@@ -82,7 +90,9 @@ EAGER = (
         CONTROL + "model/eager_events.py",
         "            and there.num_blocks >= here.num_blocks\n",
         "",
-        ("tests/unit/controlplane/test_eager.py",),
+        (
+            "tests/unit/controlplane/test_eager_limits.py::test_decode_holds_on_to_what_prefill_has_lost_a_part_of_again",
+        ),
     ),
     Mutant(
         "eager_next_never",
@@ -90,7 +100,9 @@ EAGER = (
         CONTROL + "model/eager_events.py",
         "    _next(w, lease.destination.worker_id)\n",
         "    pass\n",
-        ("tests/unit/controlplane/test_eager.py",),
+        (
+            "tests/unit/controlplane/test_eager.py::test_no_more_than_so_many_at_once_and_the_rest_wait",
+        ),
     ),
     Mutant(
         "eager_next_of_a_turn_gone_on",
@@ -98,7 +110,9 @@ EAGER = (
         CONTROL + "model/eager_events.py",
         "        if session is None or not session.active or session.turn_count > turn:",
         "        if session is None or not session.active:",
-        ("tests/unit/controlplane/test_eager.py",),
+        (
+            "tests/unit/controlplane/test_eager_limits.py::test_what_waited_is_dropped_when_its_next_turn_is_there",
+        ),
     ),
     Mutant(
         "eager_next_of_an_ended_session",
@@ -106,7 +120,9 @@ EAGER = (
         CONTROL + "model/eager_events.py",
         "        if session is None or not session.active or session.turn_count > turn:",
         "        if session is None or session.turn_count > turn:",
-        ("tests/unit/controlplane/test_eager.py",),
+        (
+            "tests/unit/controlplane/test_eager_limits.py::test_what_waited_is_dropped_with_its_session",
+        ),
     ),
     Mutant(
         "eager_waits_for_a_stopped_lease",
@@ -138,7 +154,9 @@ EAGER = (
         CONTROL + "planner/planner.py",
         "        and one.num_blocks >= replica.num_blocks\n",
         "",
-        ("tests/unit/controlplane/test_planner_choices.py",),
+        (
+            "tests/unit/controlplane/test_eager.py::test_a_copy_that_prefill_has_lost_comes_back_lazily",
+        ),
     ),
     Mutant(
         "eager_without_caching",
@@ -146,7 +164,7 @@ EAGER = (
         CONTROL + "model/eager_events.py",
         "    if not target.prefix_caching:\n",
         "    if False:\n",
-        ("tests/unit/controlplane/test_eager.py",),
+        ("tests/unit/controlplane/test_eager.py::test_it_is_left_to_the_next_turn",),
     ),
     Mutant(
         "eager_posts_late",
@@ -154,7 +172,7 @@ EAGER = (
         AGENT + "eager.py",
         "        if self.clock() > job.grant.deadline_ns - DEADLINE_MARGIN_NS:\n",
         "        if False:\n",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        ("tests/unit/dataplane/test_eager.py::test_nothing_is_posted_near_the_deadline",),
     ),
     Mutant(
         "eager_ignores_the_quarantine_cap",
@@ -162,7 +180,9 @@ EAGER = (
         AGENT + "eager.py",
         '        if self.holds.quarantined_blocks > QUARANTINE_SHARE * self.store.total_blocks:\n            return "QUARANTINE_FULL"',
         '        if False:\n            return "QUARANTINE_FULL"',
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        (
+            "tests/unit/dataplane/test_eager_rules.py::test_beyond_the_quarantine_cap_nothing_is_read",
+        ),
     ),
     Mutant(
         "eager_enters_twice",
@@ -170,7 +190,9 @@ EAGER = (
         AGENT + "eager.py",
         "            if self.store.lookup(block_hash) is None:\n",
         "            if True:\n",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        (
+            "tests/unit/dataplane/test_eager_rules.py::test_what_a_request_has_computed_meanwhile_stays_as_it_is",
+        ),
     ),
     Mutant(
         "eager_does_not_hold_what_is_cached",
@@ -178,7 +200,7 @@ EAGER = (
         AGENT + "eager.py",
         "            kept=[self.holds.take(HoldKind.LANDING, [b for b in cached if b is not None])],",
         "            kept=[],",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        ("tests/unit/dataplane/test_eager.py::test_only_what_is_missing_is_read",),
     ),
     Mutant(
         "eager_does_not_hold_what_landed",
@@ -186,7 +208,7 @@ EAGER = (
         AGENT + "eager.py",
         "        job.kept.append(piece.hold)\n",
         "        self.holds.release(piece.hold)\n",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        ("tests/unit/dataplane/test_eager.py::test_it_never_takes_the_last_free_blocks",),
     ),
     Mutant(
         "eager_never_offers",
@@ -194,7 +216,7 @@ EAGER = (
         AGENT + "eager.py",
         "        self.source.offer_cached(job.tenant, job.session_id, job.grant.hashes)\n",
         "        pass\n",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        ("tests/unit/dataplane/test_eager.py::test_it_lands_in_the_cache_and_is_let_go",),
     ),
     Mutant(
         "eager_leaks_what_it_kept",
@@ -202,7 +224,7 @@ EAGER = (
         AGENT + "eager.py",
         "        self._let_go(job)\n        self._remember(lease_id)\n",
         "        self._remember(lease_id)\n",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        ("tests/unit/dataplane/test_eager.py::test_it_lands_in_the_cache_and_is_let_go",),
     ),
     Mutant(
         "eager_stop_frees_the_piece",
@@ -210,7 +232,7 @@ EAGER = (
         AGENT + "eager.py",
         "            self.out.order(m.Abandon(job.piece.name, reason))\n",
         "            self.out.order(m.Abandon(job.piece.name, reason))\n            self.holds.release(job.piece.hold)\n",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        ("tests/unit/dataplane/test_eager.py::test_a_request_that_needs_blocks_ends_it",),
     ),
     Mutant(
         "eager_stop_ends_at_once",
@@ -218,7 +240,7 @@ EAGER = (
         AGENT + "eager.py",
         "            self.out.order(m.Abandon(job.piece.name, reason))\n        else:\n            self._end(job)",
         "            self.out.order(m.Abandon(job.piece.name, reason))\n        self._end(job)",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        ("tests/unit/dataplane/test_eager.py::test_a_read_that_does_not_end_is_a_quarantine",),
     ),
     Mutant(
         "eager_from_the_middle",
@@ -226,7 +248,7 @@ EAGER = (
         AGENT + "eager.py",
         "        if grant.start:\n",
         "        if False:\n",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        ("tests/unit/dataplane/test_eager_rules.py::test_a_range_from_the_middle_is_given_back",),
     ),
     Mutant(
         "eager_while_draining",
@@ -234,7 +256,7 @@ EAGER = (
         AGENT + "eager.py",
         "        if self.source.draining:\n",
         "        if False:\n",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        ("tests/unit/dataplane/test_eager_rules.py::test_a_draining_worker_takes_nothing_in",),
     ),
     Mutant(
         "eager_one_rank_lands",
@@ -242,7 +264,7 @@ EAGER = (
         AGENT + "eager.py",
         "        if piece.ranks_left:\n            return True\n",
         "",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        ("tests/unit/dataplane/test_eager.py::test_one_rank_that_failed_fails_the_piece",),
     ),
     Mutant(
         "eager_does_not_yield",
@@ -250,7 +272,7 @@ EAGER = (
         AGENT + "scheduler.py",
         "            self.eager.yield_room()\n",
         "            pass\n",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        ("tests/unit/dataplane/test_eager.py::test_a_request_that_needs_blocks_ends_it",),
     ),
     Mutant(
         "eager_survives_a_reset",
@@ -258,7 +280,7 @@ EAGER = (
         AGENT + "scheduler.py",
         '        self.eager.yield_room("RESET")\n',
         "        pass\n",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        ("tests/unit/dataplane/test_eager_rules.py::test_a_reset_of_the_cache_ends_it",),
     ),
     Mutant(
         "eager_ignores_a_fence",
@@ -266,7 +288,9 @@ EAGER = (
         AGENT + "destination.py",
         "        self._eager.peer_fenced(worker)\n",
         "        pass\n",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        (
+            "tests/unit/dataplane/test_eager_rules.py::test_nothing_more_is_read_of_a_source_that_is_attested_dead",
+        ),
     ),
     Mutant(
         "eager_hidden_from_the_hello",
@@ -274,7 +298,7 @@ EAGER = (
         AGENT + "destination.py",
         "        return [*self._grants.values(), *self._eager.open_grants]\n",
         "        return [*self._grants.values()]\n",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        ("tests/unit/dataplane/test_eager_rules.py::test_a_hello_names_it",),
     ),
     Mutant(
         "eager_granted_twice",
@@ -282,7 +306,7 @@ EAGER = (
         AGENT + "eager.py",
         "        if command.lease_id in self._open:\n            return\n",
         "",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        ("tests/unit/dataplane/test_eager_rules.py::test_a_repeated_grant_reads_nothing_twice",),
     ),
     Mutant(
         "eager_takes_blocks_during_a_lookup",
@@ -290,7 +314,9 @@ EAGER = (
         AGENT + "eager.py",
         "        if job.piece is None and (job.stopping or not job.missing):\n            self._end(job)\n",
         "        if job.piece is None and (job.stopping or not job.missing):\n            self._end(job)\n        elif job.piece is None:\n            self._order_piece(job)\n",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        (
+            "tests/unit/dataplane/test_hazards.py::test_no_block_is_taken_for_an_eager_return_while_vllm_looks_a_request_up",
+        ),
     ),
     Mutant(
         "eager_remembers_for_ever",
@@ -298,6 +324,8 @@ EAGER = (
         AGENT + "eager.py",
         "        while len(self._ended) > EAGER_REMEMBERED:",
         "        while False:",
-        ("tests/unit/dataplane/test_eager.py", "tests/unit/dataplane/test_hazards.py"),
+        (
+            "tests/unit/dataplane/test_eager_rules.py::test_ended_ones_are_remembered_up_to_a_number",
+        ),
     ),
 )

@@ -14,11 +14,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         '        w.put_lease(lease.ended(LeaseState.REVOKED, "EPOCH_CHANGED", w.now_ns))',
         "        pass",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "start_ends_granted_early",
@@ -26,11 +22,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         "    state.leases.extend_all(w.now_ns + limits.lease_ttl_ns)\n",
         "",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_rules_seen.py::test_a_start_ends_no_lease_early",),
     ),
     Mutant(
         "start_repeats_the_epoch",
@@ -38,11 +30,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         "        epoch=snapshot.epoch + 1,",
         "        epoch=snapshot.epoch or 1,",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_terms.py::test_every_start_has_a_higher_epoch",),
     ),
     Mutant(
         "start_forgets_tokens",
@@ -50,11 +38,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         "            state.turns[turn.token] = name\n",
         "",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "start_forgets_turn_timers",
@@ -62,11 +46,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         "            state.agenda.add(due_ns, Due.TURN, session.key)\n",
         "",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_terms.py::test_a_store_from_the_far_future_works",),
     ),
     Mutant(
         "start_forgets_sessions_timers",
@@ -74,11 +54,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         "        state.agenda.add(due_ns, Due.SESSION, key)\n",
         "",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_terms.py::test_a_store_from_the_far_future_works",),
     ),
     Mutant(
         "raise_keeps_pending",
@@ -87,9 +63,7 @@ RECOVERY = (
         '            lease_events.fail(w, lease, "STALE_EPOCH")',
         "            pass",
         (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
+            "tests/unit/controlplane/test_terms.py::test_what_was_pending_under_a_lower_epoch_is_not_granted_under_a_higher",
         ),
     ),
     Mutant(
@@ -98,11 +72,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         "    if welcomed and highest > state.epoch and ours:",
         "    if False:",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_terms.py::test_a_control_plane_that_was_overtaken_says_so",),
     ),
     Mutant(
         "source_restarted_ignored",
@@ -110,11 +80,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         '            lease_events.fail(w, lease, "SOURCE_RESTARTED")',
         "            pass",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "destination_restarted_pending",
@@ -122,11 +88,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         '            lease_events.fail(w, lease, "DESTINATION_RESTARTED")',
         "            pass",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_push.py",),
     ),
     Mutant(
         "row_source_lacks_pending",
@@ -134,11 +96,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         '        # source-pending: the Harden or its answer may have been lost.\n        lease_events.fail(w, lease, "SOURCE_RECONNECTED")',
         "        pass",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "row_source_let_go",
@@ -146,11 +104,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         '        lease_events.fail(w, lease, "SOURCE_RELEASED")\n    else:\n        # ended',
         "        pass\n    else:\n        # ended",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "row_ended_source_let_go",
@@ -158,11 +112,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         "        # ended-source-let-go\n        w.state.ledger.source_released(lease)",
         "        pass",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "row_source_has_pending",
@@ -170,11 +120,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         '        # source-pending\n        lease_events.fail(w, lease, "SOURCE_RECONNECTED")',
         "        pass",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "row_reader_stopped_source_holds",
@@ -182,11 +128,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         "        w.command(worker.ref, ReaderStopped(report.lease_id, version))",
         "        pass",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "row_destination_lacks_pending",
@@ -194,11 +136,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         "    if lease.state is not LeaseState.PENDING:\n        # destination-lacks",
         "    if True:\n        # destination-lacks",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "row_destination_has_stops",
@@ -206,11 +144,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         "    if lease is not None and lease.destination == worker.ref and _runs_on(w, lease):",
         "    if False:",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "row_stopping_destination_has",
@@ -218,11 +152,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         "        return lease.state is not LeaseState.PENDING and lease.stop is None",
         "        return lease.state is not LeaseState.PENDING",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "row_lost_destination_has",
@@ -230,11 +160,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         "    return lease.end_reason == lease_events.DESTINATION_LOST and w.now_ns < lease.deadline_ns",
         "    return False",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "row_ended_destination_has",
@@ -242,11 +168,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         "    return lease.end_reason == lease_events.DESTINATION_LOST and w.now_ns < lease.deadline_ns",
         "    return True",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "row_lost_after_deadline",
@@ -255,9 +177,7 @@ RECOVERY = (
         "    return lease.end_reason == lease_events.DESTINATION_LOST and w.now_ns < lease.deadline_ns",
         "    return lease.end_reason == lease_events.DESTINATION_LOST",
         (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
+            "tests/unit/controlplane/test_rules_seen.py::test_a_lost_reader_that_comes_back_after_its_deadline_is_told_to_stop",
         ),
     ),
     Mutant(
@@ -266,11 +186,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         '    w.command(worker.ref, Revoke(report.lease_id, version, reason, ""))\n',
         "",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "row_fenced_source",
@@ -278,11 +194,7 @@ RECOVERY = (
         CONTROL + "model/recovery.py",
         "    if lease is not None and reason == lease_events.SOURCE_FENCED:",
         "    if False:",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "row_version_not_taken_up",
@@ -291,9 +203,7 @@ RECOVERY = (
         "    if report.version > lease.version:",
         "    if False:",
         (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
+            "tests/unit/controlplane/test_recovery.py::test_what_was_said_and_not_stored_is_not_said_again_as_if_it_were_old",
         ),
     ),
     Mutant(
@@ -303,9 +213,7 @@ RECOVERY = (
         "    if worker.ref != ref:\n        raise Inc",
         "    if False:\n        raise Inc",
         (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
+            "tests/unit/controlplane/test_recovery.py::test_a_boot_whose_place_was_taken_can_be_attested_dead",
         ),
     ),
     Mutant(
@@ -315,9 +223,7 @@ RECOVERY = (
         "    if before is not None and says.boot_id in before.fenced_boots:",
         "    if False:",
         (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
+            "tests/unit/controlplane/test_terms.py::test_a_fenced_boot_does_not_come_back_after_others",
         ),
     ),
     Mutant(
@@ -326,11 +232,7 @@ RECOVERY = (
         CONTROL + "model/worker_events.py",
         "            lease_events.reader_gone(w, lease, LeaseState.REVOKED, reason)",
         "            pass",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "lost_source_goes_on",
@@ -339,9 +241,7 @@ RECOVERY = (
         "            lease_events.fail(w, lease, lease_events.SOURCE_LOST)",
         "            pass",
         (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
+            "tests/unit/controlplane/test_registry.py::test_nothing_but_the_reader_ends_the_sources_hold",
         ),
     ),
     Mutant(
@@ -350,11 +250,7 @@ RECOVERY = (
         CONTROL + "model/worker_events.py",
         "        w.command(other.ref, peer)\n",
         "        pass\n",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_rules_seen.py::test_workers_learn_of_each_other",),
     ),
     Mutant(
         "turns_not_named_again",
@@ -362,11 +258,7 @@ RECOVERY = (
         CONTROL + "model/worker_events.py",
         "        turn_events.expect_again(w, worker.ref.worker_id)\n",
         "        pass\n",
-        (
-            "tests/unit/controlplane/test_recovery.py",
-            "tests/unit/controlplane/test_terms.py",
-            "tests/unit/controlplane/test_registry.py",
-        ),
+        ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
         "agent_fence_ignored",
@@ -374,7 +266,9 @@ RECOVERY = (
         AGENT + "scheduler.py",
         "                self.source.fence(key)\n",
         "",
-        ("tests/unit/dataplane/test_scheduler_side.py", "tests/unit/test_prevented.py"),
+        (
+            "tests/unit/dataplane/test_rules_seen.py::test_a_source_lets_go_for_a_reader_that_is_attested_dead_and_no_other_boot",
+        ),
     ),
     Mutant(
         "agent_fences_any_boot",
@@ -382,6 +276,8 @@ RECOVERY = (
         AGENT + "source.py",
         "            if lease.destination == worker:\n",
         "            if lease.destination[0] == worker[0]:\n",
-        ("tests/unit/dataplane/test_scheduler_side.py", "tests/unit/test_prevented.py"),
+        (
+            "tests/unit/dataplane/test_rules_seen.py::test_a_source_lets_go_for_a_reader_that_is_attested_dead_and_no_other_boot",
+        ),
     ),
 )

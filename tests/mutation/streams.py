@@ -1,5 +1,8 @@
 # ruff: noqa: E501
-"""Ways to break the agents' streams, and offers that come early or late."""
+"""Ways to break the agents' streams, and offers that come early or late.
+
+Not here: what depends on the moment at which gRPC ends a read, or the writer's thread wakes.
+"""
 
 from __future__ import annotations
 
@@ -15,9 +18,7 @@ STREAMS = (
         "        if leg is None and key[1] == types_pb2.LEG_DECODE:",
         "        if False:",
         (
-            "tests/unit/dataplane/test_scheduler_side.py",
-            "tests/unit/dataplane/test_hazards.py",
-            "tests/unit/dataplane/test_batches.py",
+            "tests/unit/dataplane/test_scheduler_side.py::test_what_decode_leaves_is_offered_though_its_turn_is_over",
         ),
     ),
     Mutant(
@@ -26,11 +27,7 @@ STREAMS = (
         AGENT + "turns.py",
         "            while len(self._past) > MAX_PAST_TURNS:",
         "            while False:",
-        (
-            "tests/unit/dataplane/test_scheduler_side.py",
-            "tests/unit/dataplane/test_hazards.py",
-            "tests/unit/dataplane/test_batches.py",
-        ),
+        ("tests/unit/dataplane/test_rules_seen.py::test_so_many_turns_are_remembered",),
     ),
     Mutant(
         "turns_unbounded",
@@ -38,11 +35,7 @@ STREAMS = (
         AGENT + "turns.py",
         "        while len(self._legs) > MAX_TURNS:",
         "        while False:",
-        (
-            "tests/unit/dataplane/test_scheduler_side.py",
-            "tests/unit/dataplane/test_hazards.py",
-            "tests/unit/dataplane/test_batches.py",
-        ),
+        ("tests/unit/dataplane/test_rules_seen.py::test_so_many_turns_are_remembered",),
     ),
     Mutant(
         "aborted_prefill_offers",
@@ -50,11 +43,7 @@ STREAMS = (
         AGENT + "scheduler.py",
         "        if request.aborted and leg.leg == types_pb2.LEG_PREFILL:",
         "        if False:",
-        (
-            "tests/unit/dataplane/test_scheduler_side.py",
-            "tests/unit/dataplane/test_hazards.py",
-            "tests/unit/dataplane/test_batches.py",
-        ),
+        ("tests/unit/dataplane/test_scheduler_side.py::test_an_aborted_prefill_leaves_nothing",),
     ),
     Mutant(
         "forward_of_an_ended_turn",
@@ -63,9 +52,7 @@ STREAMS = (
         "        if turn is not None and turn.running:",
         "        if turn is not None:",
         (
-            "tests/unit/controlplane/test_registry.py",
-            "tests/unit/controlplane/test_flow.py",
-            "tests/unit/controlplane/test_lease_rules.py",
+            "tests/unit/controlplane/test_registry.py::test_forward_is_not_made_for_a_turn_that_is_over",
         ),
     ),
     Mutant(
@@ -74,11 +61,7 @@ STREAMS = (
         CONTROL + "model/replica_events.py",
         "            return  # one a turn: the children of n > 1 compute",
         "            break",
-        (
-            "tests/unit/controlplane/test_registry.py",
-            "tests/unit/controlplane/test_flow.py",
-            "tests/unit/controlplane/test_lease_rules.py",
-        ),
+        ("tests/unit/controlplane/test_registry.py::test_forward_follows_the_prefill_leg_once",),
     ),
     Mutant(
         "offer_of_an_ended_session",
@@ -86,11 +69,7 @@ STREAMS = (
         CONTROL + "model/replica_events.py",
         "    if session is None or not session.active:\n        # The",
         "    if session is None:\n        # The",
-        (
-            "tests/unit/controlplane/test_registry.py",
-            "tests/unit/controlplane/test_flow.py",
-            "tests/unit/controlplane/test_lease_rules.py",
-        ),
+        ("tests/unit/controlplane/test_rules_seen.py::test_what_an_ended_session_left_is_let_go",),
     ),
     Mutant(
         "replicas_unbounded",
@@ -98,11 +77,7 @@ STREAMS = (
         CONTROL + "model/replica_events.py",
         "    if len(here) > w.limits.replicas_per_session:",
         "    if False:",
-        (
-            "tests/unit/controlplane/test_registry.py",
-            "tests/unit/controlplane/test_flow.py",
-            "tests/unit/controlplane/test_lease_rules.py",
-        ),
+        ("tests/unit/controlplane/test_registry.py::test_replicas_of_one_session_are_bounded",),
     ),
     Mutant(
         "offer_while_draining",
@@ -111,9 +86,7 @@ STREAMS = (
         " or leg.retention_ns <= 0 or self.draining:",
         " or leg.retention_ns <= 0:",
         (
-            "tests/unit/dataplane/test_scheduler_side.py",
-            "tests/unit/dataplane/test_hazards.py",
-            "tests/unit/dataplane/test_batches.py",
+            "tests/unit/dataplane/test_rules_seen.py::test_a_draining_worker_holds_and_offers_nothing_new",
         ),
     ),
     Mutant(
@@ -123,9 +96,7 @@ STREAMS = (
         "        if self.draining:\n            self._refuse",
         "        if False:\n            self._refuse",
         (
-            "tests/unit/dataplane/test_scheduler_side.py",
-            "tests/unit/dataplane/test_hazards.py",
-            "tests/unit/dataplane/test_batches.py",
+            "tests/unit/dataplane/test_rules_seen.py::test_a_draining_worker_holds_and_offers_nothing_new",
         ),
     ),
     Mutant(
@@ -134,11 +105,7 @@ STREAMS = (
         AGENT + "source.py",
         "        if known is not None:\n            return\n",
         "",
-        (
-            "tests/unit/dataplane/test_scheduler_side.py",
-            "tests/unit/dataplane/test_hazards.py",
-            "tests/unit/dataplane/test_batches.py",
-        ),
+        ("tests/unit/dataplane/test_rules_seen.py::test_a_repeated_harden_holds_and_answers_once",),
     ),
     Mutant(
         "hardens_anothers_range",
@@ -146,11 +113,7 @@ STREAMS = (
         CONTROL + "model/lease_events.py",
         "    if not lease.push and not (\n        lease.ask_range.start <= blocks.range.start and blocks.range.end <= lease.ask_range.end\n    ):\n",
         "    if False:\n",
-        (
-            "tests/unit/controlplane/test_registry.py",
-            "tests/unit/controlplane/test_flow.py",
-            "tests/unit/controlplane/test_lease_rules.py",
-        ),
+        ("tests/unit/controlplane/test_rules_seen.py::test_only_what_was_asked_for_is_granted",),
     ),
     Mutant(
         "reads_for_a_past_turn",
@@ -159,9 +122,7 @@ STREAMS = (
         "        leg = self._legs.pop(key, None)\n        if leg is not None:\n            self._past",
         "        leg = self._legs.get(key)\n        if leg is not None:\n            self._past",
         (
-            "tests/unit/dataplane/test_scheduler_side.py",
-            "tests/unit/dataplane/test_hazards.py",
-            "tests/unit/dataplane/test_batches.py",
+            "tests/unit/dataplane/test_scheduler_side.py::test_nothing_is_read_for_a_turn_that_is_over",
         ),
     ),
     Mutant(
@@ -170,7 +131,9 @@ STREAMS = (
         CONTROL + "services/agents.py",
         "        if stream.end_reason:\n            return  # replaced",
         "        if False:\n            return  # replaced",
-        ("tests/integration/controlplane/test_agents.py",),
+        (
+            "tests/unit/controlplane/test_streams.py::test_what_is_read_from_an_ended_stream_counts_for_nothing",
+        ),
     ),
     Mutant(
         "replaced_stream_keeps_its_queue",
@@ -178,7 +141,9 @@ STREAMS = (
         CONTROL + "services/agents.py",
         '            older.queue.clear()\n            older.end("REPLACED")',
         '            older.end("REPLACED")',
-        ("tests/integration/controlplane/test_agents.py",),
+        (
+            "tests/unit/controlplane/test_streams.py::test_what_a_replaced_stream_had_queued_is_dropped",
+        ),
     ),
     Mutant(
         "command_for_another_boot",
@@ -186,15 +151,7 @@ STREAMS = (
         CONTROL + "services/agents.py",
         "            if stream is None or stream.ref != ref or stream.end_reason:",
         "            if stream is None or stream.end_reason:",
-        ("tests/integration/controlplane/test_agents.py",),
-    ),
-    Mutant(
-        "loss_waits_for_the_read",
-        "a stream's end is missed at once",
-        CONTROL + "services/agents.py",
-        "            reader.cancel()\n            self._leaving",
-        "            reader.cancel()\n            await asyncio.gather(reader, return_exceptions=True)\n            self._leaving",
-        ("tests/integration/controlplane/test_agents.py",),
+        ("tests/unit/controlplane/test_streams.py::test_a_command_for_another_boot_is_dropped",),
     ),
     Mutant(
         "old_streams_loss_counts",
@@ -203,9 +160,7 @@ STREAMS = (
         "    if worker is None or worker.stream_generation != generation or not worker.connected:",
         "    if worker is None or not worker.connected:",
         (
-            "tests/unit/controlplane/test_registry.py",
-            "tests/unit/controlplane/test_flow.py",
-            "tests/unit/controlplane/test_lease_rules.py",
+            "tests/unit/controlplane/test_registry.py::test_a_late_end_of_an_old_stream_does_not_lose_the_new_one",
         ),
     ),
     Mutant(
@@ -214,19 +169,7 @@ STREAMS = (
         CONTROL + "model/worker_events.py",
         "        if worker.connected and w.now_ns - worker.heard_ns > w.limits.silence_ns:",
         "        if False:",
-        (
-            "tests/unit/controlplane/test_registry.py",
-            "tests/unit/controlplane/test_flow.py",
-            "tests/unit/controlplane/test_lease_rules.py",
-        ),
-    ),
-    Mutant(
-        "link_does_not_end_its_stream",
-        "a hello is not overtaken by what an old stream had queued",
-        AGENT + "link.py",
-        "        self._agent.end_stream(conversation.life)\n",
-        "        pass\n",
-        ("tests/integration/dataplane/test_link.py",),
+        ("tests/unit/controlplane/test_registry.py::test_silence_is_a_loss",),
     ),
     Mutant(
         "link_follows_the_overtaken",
@@ -234,7 +177,9 @@ STREAMS = (
         AGENT + "link.py",
         "                    if response.epoch < conversation.hello.highest_epoch:",
         "                    if False:",
-        ("tests/integration/dataplane/test_link.py",),
+        (
+            "tests/integration/dataplane/test_link.py::test_a_control_plane_that_was_overtaken_is_not_obeyed",
+        ),
     ),
     Mutant(
         "link_does_not_tell_the_epoch",
@@ -242,15 +187,9 @@ STREAMS = (
         AGENT + "link.py",
         "            self._agent.saw_epoch(response.epoch)\n",
         "            pass\n",
-        ("tests/integration/dataplane/test_link.py",),
-    ),
-    Mutant(
-        "link_keeps_what_was_pending",
-        "what happened while the stream was down is told later",
-        AGENT + "link.py",
-        "                    return  # what is pending belongs to the next stream",
-        "                    self._pending.clear()\n                    return",
-        ("tests/integration/dataplane/test_link.py",),
+        (
+            "tests/integration/dataplane/test_link.py::test_a_control_plane_that_was_overtaken_is_not_obeyed",
+        ),
     ),
     Mutant(
         "events_unbounded",
@@ -258,11 +197,7 @@ STREAMS = (
         AGENT + "batches.py",
         "        if taken and size > EVENTS_BYTES:",
         "        if False:",
-        (
-            "tests/unit/dataplane/test_scheduler_side.py",
-            "tests/unit/dataplane/test_hazards.py",
-            "tests/unit/dataplane/test_batches.py",
-        ),
+        ("tests/unit/dataplane/test_batches.py::test_batches",),
     ),
     Mutant(
         "commands_unbounded",
@@ -270,7 +205,9 @@ STREAMS = (
         CONTROL + "services/agents.py",
         "        if taken and size > limits.commands_bytes:",
         "        if False:",
-        ("tests/integration/controlplane/test_agents.py",),
+        (
+            "tests/integration/controlplane/test_agents.py::test_many_large_grants_do_not_make_a_message_too_large",
+        ),
     ),
     Mutant(
         "late_end_of_a_namesake",
@@ -279,9 +216,7 @@ STREAMS = (
         "    if token and token != turn.token:",
         "    if False:",
         (
-            "tests/unit/controlplane/test_registry.py",
-            "tests/unit/controlplane/test_flow.py",
-            "tests/unit/controlplane/test_lease_rules.py",
+            "tests/unit/controlplane/test_registry.py::test_a_late_end_of_a_forgotten_sessions_turn_ends_none_of_its_namesakes",
         ),
     ),
 )
