@@ -1,7 +1,8 @@
 """Every order of events around one lease, up to a number of faults, states that were seen pruned.
 
-    python -m tests.simulation.exhaustive                one fault a path, a minute or so
+    python -m tests.simulation.exhaustive                one fault a path, some minutes
     python -m tests.simulation.exhaustive --faults 3 --steps 2000000
+    python -m tests.simulation.exhaustive --world eager  the one of eager returns alone
 
 What is not held up happens at once; holding up a channel, an engine or a mover until some later
 action is a fault like any other, so all delays are explored as far as the number of faults goes.
@@ -56,6 +57,10 @@ FAULTS: dict[str, Callable[[SmallWorld], bool]] = {
     "renew": lambda w: w.lease_id in w.registry.state.open_leases,
     "end turn": lambda w: w.token in w.registry.state.turns,
     "abort": lambda w: w.request == "loading" and not w.nodes["d"].stalled,
+    "end session": lambda w: w.eager and KEY in w.registry.state.eager_of,
+    # The engine's cache of what nothing references is pushed out, or blocks are wanted.
+    "pressure d": lambda w: w.eager and w.nodes["d"].alive and not w.nodes["d"].stalled,
+    "make room": lambda w: w.eager and w.nodes["d"].alive and not w.nodes["d"].stalled,
 }
 
 
@@ -64,6 +69,8 @@ def actions(world: SmallWorld, faults_left: int) -> list[str]:
     found: list[str] = []
     if not world.used:
         found.append("begin")
+    elif world.eager and not world.used.get("turn") and world.may_begin():
+        found.append("turn")
     elif _over(world):
         return found
     for worker_id, node in world.nodes.items():
@@ -76,7 +83,7 @@ def actions(world: SmallWorld, faults_left: int) -> list[str]:
         found.append("boot d")
     elif reader.stalled:
         found.append("go d")
-    elif world.request in ("none", "waiting"):
+    elif world.request in ("none", "waiting") and world.token == "second":
         found.append("request")
     if reader.alive and reader.mover_paused:
         found.append("resume d")
@@ -148,11 +155,19 @@ def do(world: SmallWorld, action: str) -> None:
     nodes, used = world.nodes, world.used
     kind, _, which = action.partition(" ")
     name = "time" if kind == "time" else action
-    if action in FAULTS or kind in ("fence", "time", "begin"):
+    if action in FAULTS or kind in ("fence", "time", "begin", "turn"):
         used[name] = used.get(name, 0) + 1
     match kind:
         case "begin":
             pass
+        case "turn":
+            world.turn()
+        case "pressure":
+            _push_out(nodes["d"])
+        case "make":
+            with world.kernel.on(nodes["d"].thread):
+                nodes["d"].agent.make_room(nodes["d"].pool.total_blocks)
+                nodes["d"].agent.next_deadline()
         case "hold":
             world.held.add(which)
         case "release":
@@ -194,6 +209,8 @@ def do(world: SmallWorld, action: str) -> None:
             _call(world, lambda now: world.registry.revoke(now, world.lease_id, "OPERATOR"))
         case "renew":
             _call(world, lambda now: world.registry.renew(now, world.lease_id, 3 * SECOND))
+        case "end" if which == "session":
+            _call(world, lambda now: world.registry.end_session(now, KEY))
         case "end":
             number = world.registry.state.turns[world.token][1]
             _call(
@@ -233,20 +250,38 @@ def _request(world: SmallWorld) -> None:
     node = world.nodes["d"]
     key = (world.token, PREFILL)
     with world.kernel.on(node.thread):
-        tokens = node.agent.look("r", key, HASHES, BLOCKS * BLOCK_TOKENS + 5, 0)
+        # As vLLM does it: first what its own cache has, then what the connector has beyond.
+        hits: list[int] = []
+        for block_hash in HASHES:
+            block_id = node.pool.lookup(block_hash)
+            if block_id is None:
+                break
+            hits.append(block_id)
+        computed = len(hits) * BLOCK_TOKENS
+        tokens = node.agent.look("r", key, HASHES, BLOCKS * BLOCK_TOKENS + 5, computed)
         if tokens is None:
             world.request = "waiting"
             return
-        world.request_blocks = node.pool.allocate(BLOCKS + 1)
+        if BLOCKS + 1 - len(hits) > node.pool.free_blocks - sum(
+            not node.pool.blocks[i].refs for i in hits
+        ):
+            # It waits for blocks, and others are asked to let go.
+            node.agent.make_room(BLOCKS + 1)
+            node.agent.next_deadline()
+            world.request = "waiting"
+            return
+        node.pool.touch(hits)
+        world.request_blocks = hits + node.pool.allocate(BLOCKS + 1 - len(hits))
         world.request_external = tokens
+        world.request_hits = len(hits)
         node.agent.allocated("r", key, world.request_blocks, tokens)
-    world.request = "loading" if tokens else "computes"
+    world.request = "loading" if tokens else "found" if len(hits) == BLOCKS else "computes"
 
 
 def _abort(world: SmallWorld) -> None:
     """vLLM keeps the blocks until the worker has reported."""
     node = world.nodes["d"]
-    full = world.request_external // BLOCK_TOKENS
+    full = world.request_hits + world.request_external // BLOCK_TOKENS
     with world.kernel.on(node.thread):
         node.agent.finished(
             (world.token, PREFILL),
@@ -262,10 +297,15 @@ def _settle(world: SmallWorld) -> None:
         world.flow()
         _results(world)
     for node in world.nodes.values():
-        if node.alive:
-            # Memory pressure: what nothing references is handed out and overwritten, always.
-            node.pool.free(node.pool.allocate(node.pool.free_blocks))
+        if node.alive and not (world.eager and node is world.nodes["d"]):
+            # Memory pressure: what nothing references is handed out and overwritten, always (where
+            # a copy in the cache is the point, it is a fault).
+            _push_out(node)
     world.checker.check()
+
+
+def _push_out(node: Node) -> None:
+    node.pool.free(node.pool.allocate(node.pool.free_blocks))
 
 
 def _results(world: SmallWorld) -> None:
@@ -284,9 +324,9 @@ def _results(world: SmallWorld) -> None:
             node.agent.load_failed(sorted(failed))
         world.request = "failed"
     elif world.request == "loading":
-        for block_hash, block_id in zip(HASHES, blocks, strict=False):
-            if world.request_external:
-                node.pool.insert(block_hash, block_id, 0)
+        loaded = world.request_hits + world.request_external // BLOCK_TOKENS
+        for block_hash, block_id in zip(HASHES[:loaded], blocks, strict=False):
+            node.pool.insert(block_hash, block_id, 0)
         world.request = "loaded"
     else:
         raise Violation("engine", f"a load is reported of a request that is {world.request}")
@@ -306,11 +346,11 @@ class Exploration:
     requests: Counter[str] = field(default_factory=Counter)
 
 
-def explore(*, faults: int, steps: int) -> Exploration:
+def explore(*, faults: int, steps: int, eager: bool = False) -> Exploration:
     """Breadth first, for so many steps at most."""
     prepare()
     result = Exploration()
-    start = _walk((), faults)
+    start = _walk((), faults, eager)
     seen = {start.digest}
     frontier = [start]
     while frontier:
@@ -322,7 +362,7 @@ def explore(*, faults: int, steps: int) -> Exploration:
             for action in place.actions:
                 result.steps += 1
                 try:
-                    found = _walk((*place.path, action), faults)
+                    found = _walk((*place.path, action), faults, eager)
                 except Violation as violation:
                     result.violation, result.path = str(violation), [*place.path, action]
                     return result
@@ -347,11 +387,11 @@ class _Place:
     request: str
 
 
-def _walk(path: tuple[str, ...], faults: int) -> _Place:
+def _walk(path: tuple[str, ...], faults: int, eager: bool) -> _Place:
     logged_errors.clear()
     kernel = Kernel(0)
     with kernel.virtual_time():
-        world = SmallWorld(kernel)
+        world = SmallWorld(kernel, eager=eager)
         for action in path:
             do(world, action)
         if logged_errors:
@@ -364,28 +404,36 @@ def main() -> int:
     """See the module."""
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.exhaustive")
     parser.add_argument("--faults", type=int, default=1, help="faults in one path at most")
-    parser.add_argument("--steps", type=int, default=25_000, help="about 2 ms each")
+    parser.add_argument("--steps", type=int, default=25_000, help="in each world, 2 ms each")
+    parser.add_argument("--world", choices=("turn", "eager", "both"), default="both")
     options = parser.parse_args()
     began = time.monotonic()
-    result = explore(faults=options.faults, steps=options.steps)
+    results = []
+    for world in ("turn", "eager"):
+        if options.world not in (world, "both"):
+            continue
+        result = explore(faults=options.faults, steps=options.steps, eager=world == "eager")
+        results.append(result)
+        print(f"A lease of a {world}:" if world == "turn" else "An eager lease:")
+        print(f"  {result.states} states, {result.steps} steps, {result.depth} deep")
+        print(f"  where the request was: {dict(sorted(result.requests.items()))}")
+        if result.violation:
+            print(f"  {result.violation}\n  after: {' | '.join(result.path)}")
     for (before, after), times in sorted(transitions.items()):
         print(f"  {before.name:>8} to {after.name:<10} {times:>9}")
-    print(f"Where the request was: {dict(sorted(result.requests.items()))}")
-    if result.violation:
-        print(f"{result.violation}\n  after: {' | '.join(result.path)}")
     print(
         json.dumps(
             {
-                "states": result.states,
-                "steps": result.steps,
-                "depth": result.depth,
-                "complete": result.complete,
-                "violations": int(bool(result.violation)),
+                "states": sum(x.states for x in results),
+                "steps": sum(x.steps for x in results),
+                "depth": min(x.depth for x in results),
+                "complete": all(x.complete for x in results),
+                "violations": sum(bool(x.violation) for x in results),
                 "seconds": round(time.monotonic() - began, 1),
             }
         )
     )
-    return 1 if result.violation else 0
+    return 1 if any(x.violation for x in results) else 0
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""One lease between two workers, in every order of events: the world that is explored.
+"""One lease between two workers, in every order of events: the worlds that are explored.
+
+In one the lease is a turn's, and a request reads under it. In the other it is eager: its turn has
+ended, prefill's agent reads it piece by piece of one block, and the next turn comes when it will.
 
 The registry, both agents' scheduler sides, their transfers and conversations are the real ones.
 Whatever can happen next is an action with a name; a state is what `fingerprint` says of it. Blocks
@@ -30,6 +33,7 @@ from kvshuttle.controlplane.services.wire import (
     peer_out,
 )
 from kvshuttle.controlplane.store import MemoryStore
+from kvshuttle.dataplane import eager as eager_module
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import boottime_ns
 from kvshuttle.dataplane.conversation import Conversation
@@ -254,8 +258,11 @@ class Node:
 class SmallWorld:
     """Two workers, one lease, one control plane."""
 
-    def __init__(self, kernel: Kernel) -> None:
+    def __init__(self, kernel: Kernel, *, eager: bool = False) -> None:
         self.kernel = kernel
+        self.eager = eager
+        if eager:
+            vars(eager_module)["EAGER_PIECE_BLOCKS"] = 1
         self.fabric = _Notices(self.kernel)
         self.checker = Checker(self.kernel, self.fabric)
         self.limits = Limits(
@@ -263,7 +270,7 @@ class SmallWorld:
             lease_ttl_max_ns=3 * SECOND,
             guard_ns=SECOND,
             clock_drift_ppm=DRIFT_PPM,
-            eager=False,
+            eager=eager,
             min_tokens=1,
             silence_ns=3_600 * SECOND,
             turn_timeout_ns=3_600 * SECOND,
@@ -288,6 +295,7 @@ class SmallWorld:
         self.request = "none"
         self.request_blocks: list[int] = []
         self.request_external = 0
+        self.request_hits = 0
         self.kernel.now = 100 * SECOND
         self.start_control()
         self.nodes = {"s": self.boot("s", 2), "d": self.boot("d", 1)}
@@ -318,7 +326,7 @@ class SmallWorld:
             node.say_hello()
         self.flow()
         # A first turn's decode leg has left two blocks at the source.
-        self._turn()
+        self.turn()
         self.flow()
         ids = source.pool.allocate(BLOCKS)
         for block_hash, block_id in zip(HASHES, ids, strict=True):
@@ -331,15 +339,27 @@ class SmallWorld:
             )
         source.pool.free(ids)
         self.post(lambda now: self.registry.end_turn(now, KEY, 1, TurnOutcome.COMPLETED))
-        self.flow()
-        self._turn()
+        if self.eager:
+            # The offer arrives, and what it leads to is still on its way.
+            self.held = {"s<", "d<"}
+            self.flow()
+            self.held = set()
+        else:
+            self.flow()
+            self.turn()
         (lease_id,) = self.registry.state.open_leases
         self.lease_id = lease_id
 
-    def _turn(self) -> None:
+    def turn(self) -> None:
+        """Another turn begins."""
         self.token = "second" if self.token else "first"
         ask = BeginTurn(key=KEY, token=self.token, policy=ReturnPolicy.ALWAYS)
         self.post(lambda now: self.registry.begin_turn(now, ask))
+
+    def may_begin(self) -> bool:
+        """Whether both workers can take another turn."""
+        workers = self.registry.state.workers
+        return all(name in workers and workers[name].ready for name in self.nodes)
 
     def flow(self) -> None:
         """Everything that is not held up arrives and is dealt with."""
@@ -519,7 +539,26 @@ class SmallWorld:
             ),
             tuple((b.refs, b.block_hash, tuple(b.content)) for b in node.pool.blocks),
             len(node.transports[0].inbox),
+            tuple(_of_return(i, job) for i, job in agent.eager._open.items()),
+            tuple(agent.eager._ended),
+            tuple(
+                (key, x.lease_id, x.refused, x.claimed_by, x.settled)
+                for key, x in agent._turns._legs.items()
+            ),
         )
+
+
+def _of_return(lease_id: str, job: Any) -> tuple[Any, ...]:
+    piece = job.piece
+    return (
+        lease_id,
+        tuple(job.missing),
+        None if piece is None else (piece.name, piece.hold.kind.value, piece.published),
+        [len(hold.block_ids) for hold in job.kept],
+        job.stopping,
+        job.revoked,
+        job.blocks,
+    )
 
 
 def _of_item(item: Any) -> str:

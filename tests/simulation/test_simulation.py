@@ -44,17 +44,21 @@ def test_a_seed_replays_exactly(seed: int) -> None:
 EXHAUSTIVE = "tests.simulation.exhaustive"
 
 
-def test_the_first_orders_of_events_around_one_lease_violate_nothing() -> None:
-    _, result = simulate("--steps", "2000", module=EXHAUSTIVE)
+@pytest.mark.parametrize(("world", "depth"), [("turn", 4), ("eager", 3)])
+def test_the_first_orders_of_events_around_one_lease_violate_nothing(
+    world: str, depth: int
+) -> None:
+    _, result = simulate("--steps", "2000", "--world", world, module=EXHAUSTIVE)
     assert result["steps"] >= 2_000
-    assert result["depth"] >= 4
+    assert result["depth"] >= depth
 
 
 @pytest.mark.simulation
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("faults", ["1", "2"])
-def test_every_order_of_events_around_one_lease_violates_nothing(faults: str) -> None:
-    _, result = simulate("--faults", faults, module=EXHAUSTIVE)
+@pytest.mark.parametrize("world", ["turn", "eager"])
+def test_every_order_of_events_around_one_lease_violates_nothing(world: str, faults: str) -> None:
+    _, result = simulate("--faults", faults, "--world", world, module=EXHAUSTIVE)
     assert result["states"] > 10_000
 
 
