@@ -9,6 +9,12 @@ from typing import TYPE_CHECKING
 import structlog
 
 from kvshuttle.controlplane.auth import Role
+from kvshuttle.controlplane.model.commands import (
+    ForgetTurn,
+    ReaderStopped,
+    ReleaseReplica,
+    RetainReplica,
+)
 from kvshuttle.controlplane.model.errors import (
     DomainError,
     InvalidFieldError,
@@ -49,6 +55,12 @@ log = structlog.get_logger("kvshuttle.controlplane.agents")
 STOPPING = "STOPPING"
 LINGER_S = 2.0
 """How long an ended stream may take to send what is queued on it."""
+UNHURRIED = (ForgetTurn, ReaderStopped, ReleaseReplica, RetainReplica)
+"""What nobody waits for: books to close, blocks to let go of. It goes with the next command that
+somebody waits for, or after `COMPANY_S`: half of all messages would carry nothing else, and a
+message costs as much as the event that it tells of."""
+COMPANY_S = 0.05
+"""An engine's step or two, against minutes for which a range may be held."""
 
 
 class _Stream:
@@ -103,6 +115,8 @@ class Streams:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._streams: dict[str, _Stream] = {}
+        # Streams with something unhurried, until the timer wakes those that still have it.
+        self._unhurried: list[_Stream] = []
 
     def attach(self, stream: _Stream) -> None:
         """A newer stream of a boot replaces the older one; what that had queued is dropped, and
@@ -130,7 +144,18 @@ class Streams:
                 stream.end("STALLED")
                 continue
             stream.queue.append(command)
-            stream.wake.set()
+            if not isinstance(command, UNHURRIED):
+                stream.wake.set()
+            elif len(stream.queue) == 1:
+                if not self._unhurried:
+                    asyncio.get_running_loop().call_later(COMPANY_S, self._hurry)
+                self._unhurried.append(stream)
+
+    def _hurry(self) -> None:
+        for stream in self._unhurried:
+            if stream.queue:
+                stream.wake.set()
+        self._unhurried.clear()
 
     def disconnect(self, order: Disconnect) -> None:
         """Ends a stream after what is queued on it."""
