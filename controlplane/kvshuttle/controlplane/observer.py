@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+from typing import TYPE_CHECKING, Any
 
 import structlog
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
@@ -52,6 +53,8 @@ class Metrics:
     """
 
     def __init__(self) -> None:
+        self._children: dict[tuple[object, ...], Any] = {}
+        self._talkative = log.is_enabled_for(logging.DEBUG)
         self.registry = r = CollectorRegistry()
         ProcessCollector(registry=r)
         self.build = Gauge(
@@ -221,46 +224,53 @@ class Metrics:
         """The event loop woke up so much later than asked."""
         self.lag.observe(seconds)
 
+    def _child(self, metric: Any, *labels: object) -> Any:
+        """`metric.labels(*labels)`, which costs more than all else that a fact does."""
+        found = self._children.get((metric, *labels))
+        if found is None:
+            found = self._children[(metric, *labels)] = metric.labels(*labels)
+        return found
+
     def fact(self, fact: Fact) -> None:
         """Something happened, and is durable."""
         v = fact.values
         match fact.name:
             case "turn_begun":
-                self.begun.labels(v["return_mode"], v["reason"]).inc()
+                self._child(self.begun, v["return_mode"], v["reason"]).inc()
             case "turn_ended":
-                self.ended.labels(v["outcome"], v["return_mode"]).inc()
+                self._child(self.ended, v["outcome"], v["return_mode"]).inc()
                 usage = v.pop("usage", None)
                 if isinstance(usage, Usage):
                     self.output_tokens.inc(usage.output_tokens)
                     if usage.ttft_ns:
-                        self.ttft.labels(v["return_mode"]).observe(usage.ttft_ns / 1e9)
+                        self._child(self.ttft, v["return_mode"]).observe(usage.ttft_ns / 1e9)
                     v |= {
                         "prompt_tokens": usage.prompt_tokens,
                         "cached_tokens": usage.cached_tokens,
                         "output_tokens": usage.output_tokens,
                     }
             case "lease_made":
-                self.leases_made.labels(v["direction"]).inc()
+                self._child(self.leases_made, v["direction"]).inc()
             case "lease_granted":
-                self.leases_granted.labels(v["direction"]).inc()
-                self.grant.labels(v["direction"]).observe(_number(v["wait_ns"]) / 1e9)
+                self._child(self.leases_granted, v["direction"]).inc()
+                self._child(self.grant, v["direction"]).observe(_number(v["wait_ns"]) / 1e9)
             case "eager_return_begun":
                 self.eager_begun.inc()
             case "eager_return_skipped":
-                self.eager_skipped.labels(v["reason"]).inc()
+                self._child(self.eager_skipped, v["reason"]).inc()
             case "worker_connected":
                 for reason in LOST:
-                    self.workers_lost.labels(v["worker_id"], reason)
+                    self._child(self.workers_lost, v["worker_id"], reason)
             case "worker_lost":
-                self.workers_lost.labels(v["worker_id"], _word(v["reason"])).inc()
+                self._child(self.workers_lost, v["worker_id"], _word(v["reason"])).inc()
             case "worker_relieved":
-                self.relieved.labels(v["worker_id"]).inc(_number(v["blocks"]))
+                self._child(self.relieved, v["worker_id"]).inc(_number(v["blocks"]))
             case "lease_denied":
-                self.denied.labels(v["direction"], v["reason"]).inc()
+                self._child(self.denied, v["direction"], v["reason"]).inc()
             case "lease_ended":
-                self.leases_ended.labels(v["direction"], v["state"], _word(v["reason"])).inc()
+                self._child(self.leases_ended, v["direction"], v["state"], _word(v["reason"])).inc()
             case "leases_extended":
-                self.extended.labels(v["worker_id"]).inc(_number(v["leases"]))
+                self._child(self.extended, v["worker_id"]).inc(_number(v["leases"]))
             case "transfer":
                 self._transfer(v)
             case "leg_computed":
@@ -270,9 +280,10 @@ class Metrics:
                     ("reused", "local_hit_tokens"),
                     ("recomputed", "computed_tokens"),
                 ):
-                    self.tokens.labels(v["leg"], source).inc(_number(v[name]))
+                    self._child(self.tokens, v["leg"], source).inc(_number(v[name]))
         if fact.name in QUIET or v.get("state") == "COMPLETED":
-            log.debug(fact.name, **v)
+            if self._talkative:
+                log.debug(fact.name, **v)
         elif fact.name in ("worker_lost", "worker_fenced", "epoch_raised"):
             log.warning(fact.name, **v)
         else:
@@ -282,13 +293,13 @@ class Metrics:
         stats = v.pop("stats")
         assert isinstance(stats, TransferStats)
         direction = v["direction"]
-        self.transfers.labels(direction, v["outcome"]).inc()
+        self._child(self.transfers, direction, v["outcome"]).inc()
         if stats.bytes:
-            self.bytes.labels(direction).inc(stats.bytes)
-            self.size.labels(direction).observe(stats.bytes)
-            self.seconds.labels(direction).observe(stats.transfer_ns / 1e9)
+            self._child(self.bytes, direction).inc(stats.bytes)
+            self._child(self.size, direction).observe(stats.bytes)
+            self._child(self.seconds, direction).observe(stats.transfer_ns / 1e9)
         if stats.wait_ns:
-            self.wait.labels(direction).observe(stats.wait_ns / 1e9)
+            self._child(self.wait, direction).observe(stats.wait_ns / 1e9)
         v |= {
             "blocks": stats.blocks,
             "tokens": stats.tokens,

@@ -237,7 +237,7 @@ def test_a_deadline_that_was_extended_among_many_is_the_leases() -> None:
         one = lease(1, 1, LeaseState.GRANTED, random.Random(1))
         table[one.lease_id] = one
         (slot,) = table.slots(1, np.array([1], np.uint64))
-        table.deadline_ns[slot] = 5_000
+        table.extend(np.array([slot]), 5_000)
         assert table[one.lease_id].deadline_ns == 5_000
         assert table[one.lease_id].ttl_ns == 5_000 - one.grant_ns
         assert table.due(4_999, 9) == []

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from kvshuttle.controlplane.model.terms import plain
+
 if TYPE_CHECKING:
     from collections.abc import Hashable
 
@@ -16,6 +18,7 @@ __all__ = ["Agenda", "Due"]
 SECOND = 1_000_000_000
 
 
+@plain
 class Due(IntEnum):
     """What an agenda entry is about."""
 

@@ -107,7 +107,7 @@ class Lease(Struct, frozen=True, array_like=True, gc=False):
     @property
     def open(self) -> bool:
         """Whether it has not ended."""
-        return self.state.open
+        return self.state <= LeaseState.ACTIVE
 
     @property
     def eager(self) -> bool:

@@ -143,6 +143,8 @@ class LeaseTable(MutableMapping[str, "Lease"]):
         # No deadline is before this, and none that was told.
         self._soonest_ns: int = int(NEVER)
         self._soonest_told_ns: int = int(NEVER)
+        # No lease was extended, among many, beyond this.
+        self._extended_ns = 0
 
     # -- names in columns ----------------------------------------------------------------------
     def number_of(self, name: WorkerRef | str) -> int:
@@ -168,11 +170,18 @@ class LeaseTable(MutableMapping[str, "Lease"]):
 
     def get(self, lease_id: str, default: Lease | None = None) -> Lease | None:  # type: ignore[override]
         """The lease, if it is there."""
-        return self[lease_id] if lease_id in self._rows else default
+        row = self._rows.get(lease_id)
+        if row is None:
+            return default
+        return self[lease_id] if isinstance(row, bytes) else self._current(row)
 
     def _current(self, lease: Lease) -> Lease:
         """With the deadline of its column, which may have been extended among many."""
-        if lease.grant_ns and lease.state <= LeaseState.ACTIVE:
+        if (
+            lease.deadline_ns < self._extended_ns
+            and lease.grant_ns
+            and lease.state <= LeaseState.ACTIVE
+        ):
             slot = self.slot(lease)
             if slot >= 0 and (deadline := int(self.deadline_ns[slot])) > lease.deadline_ns:
                 lease = replace(lease, deadline_ns=deadline, ttl_ns=deadline - lease.grant_ns)
@@ -389,6 +398,7 @@ class LeaseTable(MutableMapping[str, "Lease"]):
         """Granted leases count until then at least. They have that deadline from now on, wherever
         else an older one is written."""
         self.deadline_ns[slots] = np.maximum(self.deadline_ns[slots], deadline_ns)
+        self._extended_ns = max(self._extended_ns, deadline_ns)
 
     def extend_all(self, deadline_ns: int) -> None:
         """As `extend`, for all that are granted."""

@@ -146,21 +146,29 @@ class Session(Struct, frozen=True, array_like=True, gc=False):
 
     def running(self) -> tuple[Turn, ...]:
         """The turns that run."""
-        return tuple(turn for turn in self.turns if turn.running)
+        running = TurnState.RUNNING
+        return tuple([turn for turn in self.turns if turn.state is running])
 
     def find(self, number: int) -> Turn | None:
         """A turn that is still remembered."""
-        return next((turn for turn in self.turns if turn.number == number), None)
+        for turn in self.turns:
+            if turn.number == number:
+                return turn
+        return None
 
     def find_token(self, token: str) -> Turn | None:
         """The turn with this token, running or ended, if it is still remembered."""
-        return next((turn for turn in self.turns if token and turn.token == token), None)
+        for turn in self.turns:
+            if token and turn.token == token:
+                return turn
+        return None
 
     def find_request(self, request_id: str) -> Turn | None:
         """The turn that a BeginTurn with this id made, if it is still remembered."""
-        if not request_id:
-            return None
-        return next((turn for turn in self.turns if turn.request_id == request_id), None)
+        for turn in self.turns:
+            if request_id and turn.request_id == request_id:
+                return turn
+        return None
 
     def with_turn(self, turn: Turn, now_ns: int) -> Session:
         """The session with one more turn. IllegalTransitionError: ended, or not the next number."""
@@ -191,25 +199,27 @@ class Session(Struct, frozen=True, array_like=True, gc=False):
         ended = replace(turn, state=TurnState.ENDED, outcome=outcome, usage=usage, end_ns=now_ns)
         # To the end of the tuple: ended turns lie in the order in which they ended, which is not
         # that of their numbers, nor always of their times.
-        turns = [*(t for t in self.turns if t.number != number), ended]
+        turns = [t for t in self.turns if t.number != number]
         # Of turns that ended before, nobody is shown what was compared.
         turns = [
             replace(t, plan=replace(t.plan, candidates=()))
-            if t.plan.candidates and not t.running and t is not ended
+            if t.plan.candidates and t.state is not TurnState.RUNNING
             else t
             for t in turns
         ]
-        excess = sum(not t.running for t in turns) - keep
-        gone = {t.number for t in [t for t in turns if not t.running][: max(0, excess)]}
-        return replace(
-            self,
-            turns=tuple(t for t in turns if t.number not in gone),
-            update_ns=now_ns,
-        )
+        turns.append(ended)
+        excess = len(turns) - len(self.running()) + 1 - keep
+        if excess > 0:
+            over = [t.number for t in turns if t.state is not TurnState.RUNNING][:excess]
+            turns = [t for t in turns if t.number not in over]
+        return replace(self, turns=tuple(turns), update_ns=now_ns)
 
     def last_ended(self) -> Turn | None:
         """The turn that ended last."""
-        return next((turn for turn in reversed(self.turns) if not turn.running), None)
+        for turn in reversed(self.turns):
+            if turn.state is not TurnState.RUNNING:
+                return turn
+        return None
 
     def with_hints(self, hints: Hints, now_ns: int) -> Session:
         """The session with its hints replaced. What a client expects counts from when it said so;

@@ -7,7 +7,8 @@ value; this package itself does not know the wire.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import NamedTuple
+from operator import attrgetter
+from typing import NamedTuple, TypeVar
 
 from msgspec import Struct
 
@@ -31,7 +32,20 @@ __all__ = [
     "WorkerRef",
     "WorkerRole",
     "WorkerState",
+    "plain",
 ]
+
+E = TypeVar("E", bound=type[IntEnum])
+
+
+def plain(kind: E) -> E:
+    """An enum whose members are plain attributes of it, as they are from Python 3.12 on. Before,
+    each look at one goes through a descriptor written in Python, and so does each look at its
+    name: a turn takes some hundred."""
+    for name, member in kind.__members__.items():
+        type.__setattr__(kind, name, member)
+    type.__setattr__(kind, "name", property(attrgetter("_name_")))
+    return kind
 
 
 class SessionKey(NamedTuple):
@@ -60,6 +74,7 @@ class BlockRange(NamedTuple):
         return self.end - self.start
 
 
+@plain
 class Direction(IntEnum):
     """Which way KV moves."""
 
@@ -67,6 +82,7 @@ class Direction(IntEnum):
     RETURN = 2
 
 
+@plain
 class ForwardMode(IntEnum):
     """Which side moves a running turn's KV from prefill to decode."""
 
@@ -74,6 +90,7 @@ class ForwardMode(IntEnum):
     PUSH = 2
 
 
+@plain
 class WorkerRole(IntEnum):
     """What an engine is used for."""
 
@@ -82,6 +99,7 @@ class WorkerRole(IntEnum):
     BOTH = 3
 
 
+@plain
 class WorkerState(IntEnum):
     """A boot's life as the control plane sees it."""
 
@@ -91,6 +109,7 @@ class WorkerState(IntEnum):
     FENCED = 4
 
 
+@plain
 class Leg(IntEnum):
     """One of the (at most) two requests of a turn."""
 
@@ -98,6 +117,7 @@ class Leg(IntEnum):
     DECODE = 2
 
 
+@plain
 class ReturnPolicy(IntEnum):
     """What the caller of BeginTurn allows."""
 
@@ -106,6 +126,7 @@ class ReturnPolicy(IntEnum):
     ALWAYS = 3
 
 
+@plain
 class ReturnMode(IntEnum):
     """How prefill gets the KV of the earlier turns."""
 
@@ -115,6 +136,7 @@ class ReturnMode(IntEnum):
     DIRECT = 4
 
 
+@plain
 class TurnState(IntEnum):
     """A turn's life."""
 
@@ -122,6 +144,7 @@ class TurnState(IntEnum):
     ENDED = 2
 
 
+@plain
 class TurnOutcome(IntEnum):
     """How a turn ended; UNSPECIFIED while it runs."""
 
@@ -132,6 +155,7 @@ class TurnOutcome(IntEnum):
     ABANDONED = 4
 
 
+@plain
 class SessionState(IntEnum):
     """A session's life."""
 
@@ -139,6 +163,7 @@ class SessionState(IntEnum):
     ENDED = 2
 
 
+@plain
 class SessionValue(IntEnum):
     """A session's claim on memory against others of its tenant."""
 
@@ -147,6 +172,7 @@ class SessionValue(IntEnum):
     HIGH = 3
 
 
+@plain
 class ReplicaState(IntEnum):
     """How much of a worker's copy is guaranteed."""
 
@@ -155,6 +181,7 @@ class ReplicaState(IntEnum):
     GONE = 3
 
 
+@plain
 class LeaseState(IntEnum):
     """PENDING, GRANTED, ACTIVE, then one of four ends."""
 
@@ -172,6 +199,7 @@ class LeaseState(IntEnum):
         return self <= LeaseState.ACTIVE
 
 
+@plain
 class TransferOutcome(IntEnum):
     """How a destination's use of a lease ended."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
@@ -43,27 +42,46 @@ if TYPE_CHECKING:
 __all__ = ["Work"]
 
 
-@dataclass(slots=True)
 class Work:
     """The one way to change the state. `finish` gives every object that changed one revision,
     one after-image for watchers and, where it must survive, one record."""
 
-    state: State
-    limits: Limits
-    planner: Planner
-    gaps: Population
-    now_ns: int
-    commands: list[tuple[WorkerRef, Command]] = field(default_factory=list)
-    facts: list[Fact] = field(default_factory=list)
-    disconnects: list[Disconnect] = field(default_factory=list)
-    # Insertion order is the order of changes; the value is whether it must be stored.
-    _sessions: dict[SessionKey, bool] = field(default_factory=dict)
-    _leases: dict[str, bool] = field(default_factory=dict)
-    _workers: dict[str, Worker] = field(default_factory=dict)
-    _dropped: list[Record] = field(default_factory=list)
-    # What watchers are told of them; their revisions come at the end.
-    _gone: list[SessionDropped | LeaseDropped] = field(default_factory=list)
-    _term: bool = False
+    __slots__ = (
+        "_dropped",
+        "_gone",
+        "_leases",
+        "_sessions",
+        "_term",
+        "_workers",
+        "commands",
+        "disconnects",
+        "facts",
+        "gaps",
+        "limits",
+        "now_ns",
+        "planner",
+        "state",
+    )
+
+    def __init__(
+        self, state: State, limits: Limits, planner: Planner, gaps: Population, now_ns: int
+    ) -> None:
+        self.state = state
+        self.limits = limits
+        self.planner = planner
+        self.gaps = gaps
+        self.now_ns = now_ns
+        self.commands: list[tuple[WorkerRef, Command]] = []
+        self.facts: list[Fact] = []
+        self.disconnects: list[Disconnect] = []
+        # Insertion order is the order of changes; the value is whether it must be stored.
+        self._sessions: dict[SessionKey, bool] = {}
+        self._leases: dict[str, bool] = {}
+        self._workers: dict[str, Worker] = {}
+        self._dropped: list[Record] = []
+        # What watchers are told of them; their revisions come at the end.
+        self._gone: list[SessionDropped | LeaseDropped] = []
+        self._term = False
 
     def command(self, ref: WorkerRef, command: Command) -> None:
         """An order for a boot; dropped on the way if it is not connected then."""

@@ -57,11 +57,13 @@ def timestamp(ns: int) -> Timestamp | None:
     return Timestamp(seconds=ns // SECOND, nanos=ns % SECOND) if ns else None
 
 
+@lru_cache(maxsize=1_024)
 def ref_out(ref: WorkerRef) -> types.WorkerRef:
-    """A boot."""
+    """A boot. Shared, as durations are: not to be changed."""
     return types.WorkerRef(worker_id=ref.worker_id, incarnation=ref.incarnation)
 
 
+@lru_cache(maxsize=1_024)
 def _placement(placement: Placement | None) -> sessions.Placement | None:
     if placement is None or not placement.worker.worker_id:
         return None
