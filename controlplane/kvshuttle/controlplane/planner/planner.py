@@ -8,6 +8,7 @@ that stays is planned without a look at all workers.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from heapq import nsmallest
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,9 @@ if TYPE_CHECKING:
 __all__ = ["Choice", "Planner"]
 
 _NOBODY: Mapping[str, int] = MappingProxyType({})
+TRIED = 4
+"""Workers of each role for which a move is predicted in full: among sixty-four, all of them would
+cost a turn as much as all else that is done for it. Links may differ; queues differ more."""
 MOVE_LEAST_US = 50_000
 """A session does not leave its KV to spare less than this: a tenth of what a person notices, and
 what a prediction is off by on a busy machine."""
@@ -277,7 +281,8 @@ class Planner:
         self, fleet: Fleet, ask: _Ask, stays: Choice, prompt: int
     ) -> tuple[Choice, Plan, Candidate] | None:
         """The best placement on other workers: another prefill with the same decode, then another
-        decode with the better of the two. None when there is none."""
+        decode with the better of the two. Of many workers only those with the shortest queues are
+        tried. None when there is none."""
 
         def tried(choice: Choice) -> tuple[Choice, Plan, Candidate]:
             plan = self.plan(choice, ask.policy, prompt, ask.replicas, ask.arriving)
@@ -290,17 +295,27 @@ class Planner:
         base = replace(stays, source=stays.holder, placement="SHORTER_QUEUE", runner_up=None)
         best = None
         if stays.prefill is not None:
-            others = [
-                tried(replace(base, prefill=one))
-                for one in placing.prefills(able, stays.decode)
-                if one is not stays.prefill
-            ]
+            computes = prompt or int(self.rates.leg_tokens)
+            shortest = nsmallest(
+                TRIED,
+                (one for one in placing.prefills(able, stays.decode) if one is not stays.prefill),
+                key=lambda one: (
+                    self.rates.queue_ns(one) + self.rates.computes_ns(one.ref.worker_id, computes),
+                    one.ref.worker_id,
+                ),
+            )
+            others = [tried(replace(base, prefill=one)) for one in shortest]
             best = min(others, key=cost, default=None)
         computing = [stays.prefill]
         if best is not None:
             computing.append(best[0].prefill)
+        free = nsmallest(
+            TRIED,
+            (one for one in placing.decoders(able) if one is not stays.decode),
+            key=lambda one: (self.rates.decode_queue_ns(one), one.ref.worker_id),
+        )
         for prefill in computing:
-            for decode in placing.decoders(able):
+            for decode in free:
                 if decode is stays.decode or decode is prefill:
                     continue
                 if prefill is None and placing.prefills(able, decode):
