@@ -66,9 +66,12 @@ _ROWS = {
     "workers": "worker_id, body, incarnation",
 }
 
-ROWS_AT_ONCE = (32, 8, 1)
-"""Rows in one statement. sqlite3 lets go of the interpreter for each and has to wait for it again,
-up to a switch interval while the event loop is busy: few statements make short commits."""
+ROWS_AT_ONCE = 32
+"""Rows in one statement at most. sqlite3 lets go of the interpreter for each and has to wait for
+it again, up to a switch interval while the event loop is busy: few statements make short commits.
+There is a statement for each number of rows, made once (`STATEMENTS`)."""
+STATEMENTS = 256
+"""Prepared statements that a connection keeps: those of two busy tables and some."""
 
 
 def _put_sql(table: str, rows: int) -> str:
@@ -80,10 +83,14 @@ def _put_sql(table: str, rows: int) -> str:
     )
 
 
-_PUT = {(table, rows): _put_sql(table, rows) for table in _ROWS for rows in ROWS_AT_ONCE}
-_DROP = {
-    "sessions": "DELETE FROM sessions WHERE tenant = ? AND session_id = ?",
-    "leases": "DELETE FROM leases WHERE lease_id = ?",
+_PUT = {
+    (table, rows): _put_sql(table, rows) for table in _ROWS for rows in range(1, ROWS_AT_ONCE + 1)
+}
+_DROP_SESSION = "DELETE FROM sessions WHERE tenant = ? AND session_id = ?"
+"""One at a time: for a list of pairs SQLite would look at every row."""
+_DROP_LEASES = {
+    rows: f"DELETE FROM leases WHERE lease_id IN ({', '.join('?' * rows)})"  # noqa: S608
+    for rows in range(1, ROWS_AT_ONCE + 1)
 }
 
 
@@ -129,6 +136,7 @@ class SqliteStore:
                 timeout=0,
                 isolation_level=None,
                 check_same_thread=False,
+                cached_statements=STATEMENTS,
             )
         except sqlite3.Error as error:
             raise _refusal(self.path, error) from error
@@ -186,13 +194,19 @@ class SqliteStore:
         return found if found is not None else _read_all(self.path, self._db)
 
     def _put(self, table: str, rows: Sequence[tuple[Any, ...]]) -> None:
-        at = 0
-        for size in ROWS_AT_ONCE:
-            while len(rows) - at >= size:
-                several = rows[at : at + size]
-                values = [x for row in several for x in (*row, checksum(*row))]
-                self._db.execute(_PUT[table, size], values)
-                at += size
+        for at in range(0, len(rows), ROWS_AT_ONCE):
+            several = rows[at : at + ROWS_AT_ONCE]
+            values = [x for row in several for x in (*row, checksum(*row))]
+            self._db.execute(_PUT[table, len(several)], values)
+
+    def _drop(self, table: str, keys: Sequence[tuple[str, ...]]) -> None:
+        if table == "sessions":
+            for key in keys:
+                self._db.execute(_DROP_SESSION, key)
+            return
+        for at in range(0, len(keys), ROWS_AT_ONCE):
+            several = [lease_id for (lease_id,) in keys[at : at + ROWS_AT_ONCE]]
+            self._db.execute(_DROP_LEASES[len(several)], several)
 
     def _last(self, records: Iterable[Record]) -> dict[str, dict[tuple[str, ...], bytes | None]]:
         """Of each session and lease its last image, None where it is dropped; the others are
@@ -233,9 +247,7 @@ class SqliteStore:
             execute("BEGIN IMMEDIATE")
             for table, images in self._last(records).items():
                 self._put(table, [(*key, x) for key, x in images.items() if x is not None])
-                for key, body in images.items():
-                    if body is None:
-                        execute(_DROP[table], key)
+                self._drop(table, [key for key, x in images.items() if x is None])
             execute("COMMIT")
         except sqlite3.Error as error:
             raise StoreError(f"{self.path} cannot be written: {error}") from error
