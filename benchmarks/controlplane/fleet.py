@@ -1,8 +1,9 @@
 """Agents of a load: the real protocol without an engine behind it.
 
 Like the agent's own link (`kvshuttle.dataplane.link`), an agent sends what waits as soon as its
-stream takes another message, all of it in one, and adds no delay of its own. It obeys a Harden at
-once, where a real one takes an engine's step to do so: what is measured is the control plane.
+stream takes another message, all of it in one; only what nobody waits for (`UNHURRIED_EVENTS`)
+waits some milliseconds for company. It obeys a Harden at once, where a real one takes an engine's
+step to do so: what is measured is the control plane.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from benchmarks.controlplane.traces import BLOCK_TOKENS
+from kvshuttle.dataplane.limits import COMPANY_S, UNHURRIED_EVENTS
 from kvshuttle.v1 import agent_service_pb2 as pb
 from kvshuttle.v1 import agent_service_pb2_grpc as pb_grpc
 from kvshuttle.v1 import cluster_service_pb2 as cluster
@@ -107,7 +109,10 @@ class Agent:
     def emit(self, **event: Any) -> None:
         """Goes with the next message."""
         self._pending.append(pb.AgentEvent(**event))
-        self._wake.set()
+        if not UNHURRIED_EVENTS.issuperset(event):
+            self._wake.set()
+        elif len(self._pending) == 1:
+            asyncio.get_running_loop().call_later(COMPANY_S, self._wake.set)
 
     async def _write(self) -> None:
         """The one writer: gRPC takes one message of a stream at a time."""

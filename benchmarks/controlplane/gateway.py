@@ -1,4 +1,5 @@
-"""A busy gateway: its turns go over one stream (SessionService.Turns)."""
+"""A busy gateway: its turns go over one stream (SessionService.Turns), as the client's own do
+(`kvshuttle.client.turns`)."""
 
 from __future__ import annotations
 
@@ -8,6 +9,7 @@ from typing import Any
 import grpc
 
 from benchmarks.controlplane.fleet import OPTIONS
+from kvshuttle.client.turns import COMPANY_S
 from kvshuttle.v1 import session_service_pb2 as pb
 from kvshuttle.v1 import session_service_pb2_grpc as pb_grpc
 
@@ -34,7 +36,10 @@ class Gateway:
         future = asyncio.get_running_loop().create_future()
         self._answers[number] = future
         self._pending.append(pb.TurnOperation(id=number, **operation))
-        self._wake.set()
+        if "begin" in operation:
+            self._wake.set()
+        elif len(self._pending) == 1:
+            asyncio.get_running_loop().call_later(COMPANY_S, self._wake.set)
         return await future
 
     async def begin(self, session_id: str, request_id: str) -> pb.BeginTurnResponse:

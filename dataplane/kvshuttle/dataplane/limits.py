@@ -6,6 +6,7 @@ from kvshuttle.dataplane.clock import NS
 
 __all__ = [
     "ASK_AGAIN_NS",
+    "COMPANY_S",
     "CONFIRM_TIMEOUT_NS",
     "CONNECT_LINGER_NS",
     "DEADLINE_MARGIN_NS",
@@ -26,6 +27,7 @@ __all__ = [
     "READ_STALL_NS",
     "RECONNECT_MAX_S",
     "RECONNECT_MIN_S",
+    "UNHURRIED_EVENTS",
     "UNKNOWN_TURN_WAIT_NS",
 ]
 
@@ -93,6 +95,14 @@ over; a request comes within seconds of its turn's beginning."""
 MAX_PENDING_EVENTS = 100_000
 """Events kept for the control plane while its stream is down; the oldest go first. The next hello
 carries the whole inventory, so a lost event delays a release until its deadline and no more."""
+
+UNHURRIED_EVENTS = frozenset({"active", "leg_computed", "source_released"})
+"""What the control plane only notes: it may wait `COMPANY_S` for an event that somebody waits for.
+A message costs the control plane about as much as what it says, and a read of some milliseconds is
+begun and done in one."""
+
+COMPANY_S = 0.005
+"""Less than an engine's step, and as long as a read takes."""
 
 MAX_EVENTS_A_MESSAGE = 1_000
 """The API's limit on events in one message."""

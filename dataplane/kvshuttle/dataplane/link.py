@@ -25,7 +25,12 @@ from kvshuttle.dataplane.batches import take_events
 from kvshuttle.dataplane.clock import NS, boottime_ns
 from kvshuttle.dataplane.config import AgentConfig
 from kvshuttle.dataplane.conversation import Conversation
-from kvshuttle.dataplane.limits import MAX_MESSAGE_BYTES, MAX_PENDING_EVENTS
+from kvshuttle.dataplane.limits import (
+    COMPANY_S,
+    MAX_MESSAGE_BYTES,
+    MAX_PENDING_EVENTS,
+    UNHURRIED_EVENTS,
+)
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.mover import MoverEndpoint
 from kvshuttle.dataplane.scheduler import (
@@ -87,6 +92,8 @@ class ControlLink:
         # Guards what follows; its waiters are the stream's writer and the timer.
         self._changed = threading.Condition()
         self._pending: deque[agent_pb2.AgentEvent] = deque()
+        # Whether somebody waits for one of them.
+        self._urgent = False
         self._deadline_ns: int | None = None
         self._conversation: _Conversation | None = None
         self._context = zmq.Context()
@@ -117,6 +124,8 @@ class ControlLink:
         """Queues an event for the control plane."""
         with self._changed:
             self._pending.append(event)
+            if event.WhichOneof("event") not in UNHURRIED_EVENTS:
+                self._urgent = True
             while len(self._pending) > MAX_PENDING_EVENTS:
                 self._pending.popleft()
             self._changed.notify_all()
@@ -323,9 +332,12 @@ class ControlLink:
             with self._changed:
                 if not self._pending:
                     self._changed.wait(max(0.0, (next_beat - boottime_ns()) / NS))
+                if self._pending and not self._urgent:
+                    self._changed.wait(COMPANY_S)
                 if conversation.over.is_set():
                     return  # what is pending belongs to the next stream
                 batch = take_events(self._pending)
+                self._urgent = self._urgent and bool(self._pending)
             if batch:
                 yield agent_pb2.ConnectRequest(events=agent_pb2.AgentEvents(events=batch))
 

@@ -152,6 +152,27 @@ def test_an_idle_engine_obeys_at_once(control_plane: ScriptedControlPlane, engin
     assert list(stream.next_event("hardened").blocks.block_ids) == [1, 2, 3]
 
 
+def test_what_nobody_waits_for_goes_with_what_somebody_does(
+    control_plane: ScriptedControlPlane, engine: Engine
+) -> None:
+    stream = opened(control_plane)
+    stream.welcome()
+    stream.next("heartbeat")
+    active = agent_pb2.AgentEvent(active=agent_pb2.LeaseActive(lease_id="l"))
+    stopped = agent_pb2.AgentEvent(stopped=agent_pb2.LeaseStopped(lease_id="l"))
+
+    def call() -> None:
+        engine.link.emit(active)
+        engine.link.emit(stopped)
+
+    engine.on_scheduler_thread(call)
+    kinds = [x.WhichOneof("event") for x in stream.next("events").events]
+    assert kinds == ["active", "stopped"]
+    # Alone it goes too, a moment later.
+    engine.on_scheduler_thread(lambda: engine.link.emit(active))
+    assert [x.WhichOneof("event") for x in stream.next("events").events] == ["active"]
+
+
 def test_heartbeats_carry_the_pool_and_a_moving_clock(
     control_plane: ScriptedControlPlane, engine: Engine
 ) -> None:

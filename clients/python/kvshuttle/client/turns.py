@@ -32,6 +32,9 @@ _R = TypeVar("_R")
 
 OPERATIONS_PER_MESSAGE = 1_000
 """The API's limit."""
+COMPANY_S = 0.002
+"""For so long what no request waits for (a turn's end, a hint) waits for a turn's begin to go
+with: a message costs the control plane as much as an operation."""
 MAX_STREAMS = 64
 """Tenants with a stream at once. Beyond it the one that was not used for longest is closed when it
 is idle; while none is, a tenant makes calls."""
@@ -65,7 +68,10 @@ class _Stream:
         number = self._last
         future.add_done_callback(lambda _: self.waiting.pop(number, None))
         self._pending.append(session.TurnOperation(id=number, **{kind: request}))
-        self._wake.set()
+        if kind == "begin":
+            self._wake.set()
+        elif len(self._pending) == 1:
+            asyncio.get_running_loop().call_later(COMPANY_S, self._wake.set)
         return future
 
     async def _write(self) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -73,6 +74,8 @@ class _Stream:
         self.welcome: pb.AgentWelcome | None = None
         self.queue: list[Command] = []
         self.wake = asyncio.Event()
+        # Until when what the queue began with may wait for company, if nobody waits for it.
+        self.company_until = 0.0
         self.end_reason = ""
         self.writer: asyncio.Task[Any] | None = None
         # Whether nothing was written since the timer last looked, and whether something must be.
@@ -115,8 +118,9 @@ class Streams:
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._streams: dict[str, _Stream] = {}
-        # Streams with something unhurried, until the timer wakes those that still have it.
-        self._unhurried: list[_Stream] = []
+        # Streams whose queue began with something unhurried, and until when it may wait; the oldest
+        # first. What went with something else in the meantime is still among them.
+        self._unhurried: deque[tuple[float, _Stream]] = deque()
 
     def attach(self, stream: _Stream) -> None:
         """A newer stream of a boot replaces the older one; what that had queued is dropped, and
@@ -131,6 +135,11 @@ class Streams:
         """A stream has ended."""
         if self._streams.get(stream.ref.worker_id) is stream:
             del self._streams[stream.ref.worker_id]
+
+    def reaches(self, ref: WorkerRef, generation: int) -> bool:
+        """Whether this stream of a boot is the one that commands go to."""
+        stream = self._streams.get(ref.worker_id)
+        return stream is not None and stream.ref == ref and stream.generation == generation
 
     def deliver(self, commands: Sequence[tuple[WorkerRef, Command]]) -> None:
         """Puts each command on its boot's stream, in order; drops it if there is none."""
@@ -147,15 +156,22 @@ class Streams:
             if not isinstance(command, UNHURRIED):
                 stream.wake.set()
             elif len(stream.queue) == 1:
+                loop = asyncio.get_running_loop()
                 if not self._unhurried:
-                    asyncio.get_running_loop().call_later(COMPANY_S, self._hurry)
-                self._unhurried.append(stream)
+                    loop.call_later(COMPANY_S, self._hurry)
+                stream.company_until = loop.time() + COMPANY_S
+                self._unhurried.append((stream.company_until, stream))
 
     def _hurry(self) -> None:
-        for stream in self._unhurried:
-            if stream.queue:
+        """Wakes those that have waited for long enough, or will have within a moment."""
+        loop, waiting = asyncio.get_running_loop(), self._unhurried
+        now = loop.time()
+        while waiting and waiting[0][0] <= now + COMPANY_S / 8:
+            until, stream = waiting.popleft()
+            if stream.queue and stream.company_until == until:
                 stream.wake.set()
-        self._unhurried.clear()
+        if waiting:
+            loop.call_later(waiting[0][0] - now, self._hurry)
 
     def disconnect(self, order: Disconnect) -> None:
         """Ends a stream after what is queued on it."""
