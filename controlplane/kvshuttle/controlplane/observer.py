@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import time
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any
 
 import structlog
@@ -41,6 +43,33 @@ SIZES = tuple(float(1 << power) for power in range(16, 38, 2))
 """From 64 KiB, a block of a small model, to 64 GiB, a pool."""
 
 
+LINES_A_SECOND = 100
+"""Lines in the log of one kind of fact: a line costs as much as ending a lease, and when twenty
+thousand leases expire at once the log would be what grants wait for. The next line of the kind says
+how many were left out (`left_out`); metrics count all. At level debug all are said."""
+
+
+class _Lines:
+    """How many lines of a kind the last second had."""
+
+    __slots__ = ("_began_s", "_left_out", "_said")
+
+    def __init__(self) -> None:
+        self._began_s = -1.0
+        self._said = self._left_out = 0
+
+    def one_more(self, now_s: float) -> int | None:
+        """None: leave it out. Else how many were left out since the last one."""
+        if now_s - self._began_s >= 1:
+            self._began_s, self._said = now_s, 0
+        if self._said >= LINES_A_SECOND:
+            self._left_out += 1
+            return None
+        self._said += 1
+        left_out, self._left_out = self._left_out, 0
+        return left_out
+
+
 LOST = ("BROKEN", "CLOSED", "MALFORMED", "SILENT", "STALLED")
 """Why streams of agents are lost."""
 
@@ -55,6 +84,7 @@ class Metrics:
     def __init__(self) -> None:
         self._children: dict[tuple[object, ...], Any] = {}
         self._talkative = log.is_enabled_for(logging.DEBUG)
+        self._lines: defaultdict[str, _Lines] = defaultdict(_Lines)
         self.registry = r = CollectorRegistry()
         ProcessCollector(registry=r)
         self.build = Gauge(
@@ -286,7 +316,11 @@ class Metrics:
                 log.debug(fact.name, **v)
         elif fact.name in ("worker_lost", "worker_fenced", "epoch_raised"):
             log.warning(fact.name, **v)
-        else:
+        elif self._talkative:
+            log.info(fact.name, **v)
+        elif (left_out := self._lines[fact.name].one_more(time.monotonic())) is not None:
+            if left_out:
+                v["left_out"] = left_out
             log.info(fact.name, **v)
 
     def _transfer(self, v: dict[str, object]) -> None:

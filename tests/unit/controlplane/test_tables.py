@@ -231,6 +231,29 @@ def test_leases(hot: int, seed: int) -> None:
     assert [plain[i].deadline_ns for i in due] == sorted(plain[i].deadline_ns for i in due)
 
 
+def test_a_lease_that_is_extended_while_a_burst_is_worked_off_is_not_due() -> None:
+    table = LeaseTable(10)
+    leases = [lease(n, 1, LeaseState.GRANTED, random.Random(n)) for n in range(1, 6)]
+    for n, one in enumerate(leases):
+        table[one.lease_id] = replace(one, deadline_ns=100 + n)
+    assert table.due(200, 2) == [leases[0].lease_id, leases[1].lease_id]
+    for one in leases[:2]:
+        table[one.lease_id] = replace(table[one.lease_id], state=LeaseState.EXPIRED)
+    table.extend(table.slots(3, np.array([1], np.uint64)), 900)
+    # One that is made meanwhile gets a free place, and is not due either.
+    fresh = lease(9, 1, LeaseState.GRANTED, random.Random(9))
+    table[fresh.lease_id] = replace(fresh, deadline_ns=800)
+    assert table.behind(200)
+    assert table.due(200, 9) == [leases[3].lease_id, leases[4].lease_id]
+    for one in leases[3:]:
+        table[one.lease_id] = replace(table[one.lease_id], state=LeaseState.EXPIRED)
+    assert not table.behind(799)
+    assert table.due(800, 9) == [fresh.lease_id]
+    table[fresh.lease_id] = replace(table[fresh.lease_id], state=LeaseState.EXPIRED)
+    assert table.due(899, 9) == []
+    assert table.due(900, 9) == [leases[2].lease_id]
+
+
 def test_a_deadline_that_was_extended_among_many_is_the_leases() -> None:
     for hot in (0, 10):
         table = LeaseTable(hot)

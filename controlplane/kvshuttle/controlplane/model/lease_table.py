@@ -143,6 +143,8 @@ class LeaseTable(MutableMapping[str, "Lease"]):
         # No deadline is before this, and none that was told.
         self._soonest_ns: int = int(NEVER)
         self._soonest_told_ns: int = int(NEVER)
+        # Slots of leases that were due at the last scan and have not been taken.
+        self._burst: deque[int] = deque()
         # No lease was extended, among many, beyond this.
         self._extended_ns = 0
 
@@ -240,11 +242,15 @@ class LeaseTable(MutableMapping[str, "Lease"]):
             self.ended.setdefault(packed.lease_id)
 
     def __delitem__(self, lease_id: str) -> None:
-        row = self._rows[lease_id]
+        self.take(lease_id)
+
+    def take(self, lease_id: str) -> Lease:
+        """Takes a lease out. KeyError when it is not there."""
+        row = self._rows.pop(lease_id)
         lease = self._unpack(lease_id, row) if isinstance(row, bytes) else row
-        del self._rows[lease_id]
         self.ended.pop(lease_id, None)
         self._leave(lease)
+        return lease
 
     def _cool(self) -> None:
         while len(self._warm) > self._hot:
@@ -357,21 +363,27 @@ class LeaseTable(MutableMapping[str, "Lease"]):
         return {x for x in self._named if not isinstance(x, str) and x.worker_id == worker_id}
 
     def due(self, now_ns: int, at_most: int) -> list[str]:
-        """Granted leases whose deadline has come, soonest first, at most so many. Instead of a
-        heap: extending a lease is then one store into a column, however many are extended, and
-        looking is a scan of half a millisecond at a million, made only when one may be due."""
-        if now_ns < self._soonest_ns:
-            return []
+        """Granted leases whose deadline has come, soonest first, at most so many; whoever takes
+        them ends them. Instead of a heap: extending a lease is then one store into a column,
+        however many are extended, and looking is a scan of half a millisecond at a million, made
+        only when one may be due, and once for a burst."""
         deadlines = self.deadline_ns[: len(self._ids)]
-        found = np.flatnonzero(deadlines <= now_ns)
-        found = found[np.argsort(deadlines[found], kind="stable")]
-        if len(found) > at_most:
-            self._soonest_ns = int(deadlines[found[at_most]])
-            found = found[:at_most]
-        else:
-            later = deadlines[deadlines > now_ns]
-            self._soonest_ns = int(later.min()) if len(later) else NEVER
-        return [self._ids[slot] for slot in found]
+        if not self._burst:
+            if now_ns < self._soonest_ns:
+                return []
+            found = np.flatnonzero(deadlines <= now_ns)
+            self._burst.extend(found[np.argsort(deadlines[found], kind="stable")].tolist())
+        taken: list[int] = []
+        while self._burst and len(taken) < at_most:
+            slot = self._burst.popleft()
+            # It may have ended or been extended since the scan, and another have its slot.
+            if deadlines[slot] <= now_ns:
+                taken.append(slot)
+        if not self._burst:
+            others = deadlines.copy()
+            others[taken] = NEVER
+            self._soonest_ns = int(others.min(initial=NEVER))
+        return [self._ids[slot] for slot in taken]
 
     def outdated(self, now_ns: int, at_most: int) -> list[str]:
         """Leases that go on though the deadline which was last told has passed, in the order of
@@ -392,7 +404,7 @@ class LeaseTable(MutableMapping[str, "Lease"]):
 
     def behind(self, now_ns: int) -> bool:
         """Whether a lease may be due now."""
-        return now_ns >= self._soonest_ns
+        return bool(self._burst) or now_ns >= self._soonest_ns
 
     def extend(self, slots: Slots, deadline_ns: int) -> None:
         """Granted leases count until then at least. They have that deadline from now on, wherever

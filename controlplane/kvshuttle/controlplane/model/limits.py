@@ -273,10 +273,11 @@ class Limits:
 
     # -- housekeeping --------------------------------------------------------------------------
     tick_ns: int = 100 * MS
-    tick_behind_ns: int = 5 * MS
-    due_per_tick: int = 100
+    tick_behind_ns: int = 1 * MS
+    due_per_tick: int = 25
     """Deadlines handled in one tick, and the pause before the next one while more are due: a burst
-    of expirations must not hold up grants. A hundred take some ms; 20,000 a second are the most."""
+    of expirations must not hold up grants. Twenty-five take a millisecond or two, and the next wait
+    until these are durable; 25,000 a second are the most."""
 
     def tenant(self, name: str) -> Budget:
         """What a tenant may have."""

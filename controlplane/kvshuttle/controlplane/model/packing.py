@@ -69,6 +69,9 @@ class Press:
 
     SAMPLE = 16
     _LEVEL = 1
+    _MEMORY = 5
+    """Of nine: a table of 8 KB to find repetitions by, which is cleared for each object, instead of
+    128. No object is so large that it would be found wanting."""
     _WINDOW = -12
     """Raw, with a window that holds the dictionary: an inflating stream needs 11 KB for a while."""
 
@@ -88,7 +91,7 @@ class Press:
             self._LEVEL,
             zlib.DEFLATED,
             self._WINDOW,
-            9,
+            self._MEMORY,
             zlib.Z_DEFAULT_STRATEGY,
             self._dictionary,
         )

@@ -227,7 +227,7 @@ class Work:
 
     def drop_lease(self, lease: Lease) -> None:
         """A lease is forgotten."""
-        self.state.ledger.dropped(self.state.leases.pop(lease.lease_id))
+        self.state.ledger.dropped(self.state.leases.take(lease.lease_id))
         for ref in (lease.source, lease.destination):
             if ref.worker_id in self.state.unstopped:
                 self.state.unstopped[ref.worker_id].discard(lease.lease_id)
