@@ -1,8 +1,9 @@
 """One process of the control plane: the real registry, planner, store and conversions.
 
 Modelled after `kvshuttle.controlplane.runtime`, `.store.journal` and `.services.agents`: effects
-leave in order and only when their records are durable, commits are grouped, a stream has a queue
-and a writer. It can die between any two of its steps.
+leave in order and only when their records are durable but for what only asks (the same function
+decides it), commits are grouped, a stream has a queue and a writer. It can die between any two of
+its steps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from kvshuttle.controlplane.model.errors import DomainError
 from kvshuttle.controlplane.model.prefixes import interval
 from kvshuttle.controlplane.model.registry import Registry
 from kvshuttle.controlplane.planner import Planner
+from kvshuttle.controlplane.runtime import ahead
 from kvshuttle.controlplane.services.convert import duration
 from kvshuttle.controlplane.services.wire import (
     apply_event,
@@ -117,6 +119,8 @@ class ControlPlane:
             observe(self, decision.effects)
             store.commit(decision.effects.records)
             committed(decision.effects.records)
+        # The newest epoch that is durable.
+        self.epoch = self.registry.state.epoch
         self.serving = True
         kernel.log(name, "started", epoch=self.registry.state.epoch)
         kernel.at(limits.tick_ns, self.thread, self._tick)
@@ -165,11 +169,19 @@ class ControlPlane:
         decision = event(self.clock.now_ns())
         effects = decision.effects
         self._observe(self, effects)
+        commands: Sequence[tuple[WorkerRef, Command]] = effects.commands
+        epoch = self.registry.state.epoch
+        if epoch == self.epoch:
+            now, commands = ahead(commands, self._reaches)
+            for ref, command in now:
+                self._step()
+                self._deliver(ref, command)
 
         def release() -> None:
+            self.epoch = epoch
             if attach is not None:
                 attach(decision.result)
-            for ref, command in effects.commands:
+            for ref, command in commands:
                 self._step()
                 self._deliver(ref, command)
             for order in effects.disconnects:
@@ -187,6 +199,16 @@ class ControlPlane:
             self._unreleased += 1
             self._queue.append((effects.records, release))
             self._begin_commit()
+
+    def _reaches(self, ref: WorkerRef) -> bool:
+        connection = self._connections.get(ref.worker_id)
+        worker = self.registry.state.workers.get(ref.worker_id)
+        return (
+            connection is not None
+            and worker is not None
+            and connection.ref == ref
+            and connection.generation == worker.stream_generation
+        )
 
     def _begin_commit(self) -> None:
         if self._committing or not self._queue:

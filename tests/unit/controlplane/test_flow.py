@@ -16,7 +16,7 @@ from kvshuttle.controlplane.model.state import Snapshot
 from kvshuttle.controlplane.planner import Planner
 from kvshuttle.controlplane.runtime import Runtime
 from kvshuttle.controlplane.store import StoreError
-from kvshuttle.controlplane.store.journal import Journal
+from kvshuttle.controlplane.store.journal import SPACING_S, Journal
 
 
 class SlowStore:
@@ -76,6 +76,47 @@ async def test_what_queues_up_becomes_one_commit_and_leaves_in_order() -> None:
     await journal.close()
 
 
+async def test_one_turn_of_the_loop_is_one_commit_and_the_next_keeps_its_distance() -> None:
+    store, times = SlowStore(), list[float]()
+    loop = asyncio.get_running_loop()
+    journal = Journal(store, loop, lambda _: None)
+    store.go.release(10)
+    done = asyncio.Event()
+    for _ in range(3):
+        journal.append([RECORD], lambda: times.append(loop.time()))
+    journal.append([RECORD], done.set)
+    async with asyncio.timeout(10):
+        await done.wait()
+    assert store.batches == [4]
+    began = journal._began
+    done.clear()
+    journal.append([RECORD], done.set)
+    async with asyncio.timeout(10):
+        await done.wait()
+    assert store.batches == [4, 1]
+    assert journal._began - began >= SPACING_S * 0.9
+    await journal.close()
+
+
+async def test_a_release_that_fails_holds_up_nothing() -> None:
+    store, seen = SlowStore(), list[dict[str, Any]]()
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(lambda _, context: seen.append(context))
+    journal = Journal(store, loop, lambda _: None)
+    store.go.release(10)
+    done = asyncio.Event()
+
+    def broken() -> None:
+        raise ZeroDivisionError
+
+    journal.append([RECORD], broken)
+    journal.append([RECORD], done.set)
+    async with asyncio.timeout(10):
+        await done.wait()
+    assert isinstance(seen[0]["exception"], ZeroDivisionError)
+    await journal.close()
+
+
 async def test_with_nothing_to_wait_for_effects_leave_at_once() -> None:
     journal = Journal(SlowStore(), asyncio.get_running_loop(), lambda _: None)
     left: list[int] = []
@@ -86,6 +127,9 @@ async def test_with_nothing_to_wait_for_effects_leave_at_once() -> None:
 
 class Nowhere:
     """Streams, watchers and observer of a runtime under test."""
+
+    def reaches(self, *_: Any) -> bool:
+        return True
 
     def deliver(self, *_: Any) -> None: ...
     def disconnect(self, *_: Any) -> None: ...

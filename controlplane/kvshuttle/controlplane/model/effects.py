@@ -1,5 +1,6 @@
 """What an event decides: records to store, commands for agents, changes for watchers, facts for
-logs and metrics. Effects leave the control plane only after their records are durable."""
+logs and metrics. Effects leave the control plane only after their records are durable, but for
+what only asks (`runtime.ahead`)."""
 
 from __future__ import annotations
 
