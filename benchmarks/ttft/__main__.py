@@ -61,7 +61,7 @@ def _arguments() -> argparse.Namespace:
     if options.quick:
         options.repeats, options.scenarios = 1, "lost"
         # What the last line is made of; the others take two more stacks, a minute each.
-        options.arms, options.trace_conversations = "a,b,c,f", 1
+        options.arms, options.trace_conversations = "a,b,c,g", 1
         options.idle_seconds, options.idle_sessions = min(options.idle_seconds, 10.0), 10
         options.no_offload_tier = True
         options.minutes = QUICK_MINUTES
@@ -103,8 +103,8 @@ def _settings(options: argparse.Namespace, pool: Pool) -> dict[str, Any]:
         "machine": platform.machine(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "emulation": (
-            "lost: prefix caching off on prefill in b, c, d, e; in f on, and emptied while decode "
-            "answers, before anything comes back"
+            "lost: prefix caching off on prefill in b, c, d, e; in f and g on, and emptied while "
+            "decode answers, before anything comes back"
         ),
     }
 

@@ -34,13 +34,15 @@ PROXY_READY_S = 60.0
 
 @dataclass(frozen=True)
 class ArmKind:
-    """One way. `proxy` is for upstream's connectors, `eager` for ours; a plain engine has none."""
+    """One way. `proxy` is for upstream's connectors, `eager` and `push` for ours; a plain engine
+    has none."""
 
     key: str
     name: str
     connector: str | None = None
     proxy: Mode | None = None
     eager: bool | None = None
+    push: bool = False
 
     @property
     def engines(self) -> int:
@@ -57,6 +59,8 @@ class ArmKind:
 # benchmark is computed from comes first.
 ARMS: tuple[ArmKind, ...] = (
     ArmKind("a", "one plain engine"),
+    ArmKind("g", "kvshuttle push + eager", "kvshuttle", eager=True, push=True),
+    # Beside g: what pushing costs prefill is seen by the pair.
     ArmKind("f", "kvshuttle eager", "kvshuttle", eager=True),
     ArmKind("c", "upstream bidirectional", "NixlConnector", proxy="bidirectional"),
     ArmKind("b", "upstream one way", "NixlConnector", proxy="one-way"),
@@ -191,8 +195,10 @@ def _ours(
     # Eager returns go into prefill's prefix cache, so it has one, and loses what is in it by a
     # reset; lazy ones do without, as upstream's.
     prefix_caching = bool(kind.eager) or scenario == "kept"
-    flag = "--eager" if kind.eager else "--no-eager"
-    control_plane = ControlPlane(directory=directory, extra_args=[flag, "--direct-tokens", "0"])
+    flags = ["--eager" if kind.eager else "--no-eager"]
+    flags += ["--forward", "push" if kind.push else "pull"]
+    flags += ["--direct-tokens", "0"]
+    control_plane = ControlPlane(directory=directory, extra_args=flags)
     stack.start(control_plane)
     engines = [
         Engine(

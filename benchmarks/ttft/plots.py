@@ -24,6 +24,7 @@ _COLOURS = {
     "d": "#CC79A7",
     "e": "#56B4E9",
     "f": "#0072B2",
+    "g": "#F0E442",
 }
 _PARTS = (
     ("prefill queue, return's transfer in it", "prefill_queue_ms", "#E69F00"),

@@ -11,14 +11,15 @@ from rich.table import Table
 
 from benchmarks.ttft.arms import ARMS
 from benchmarks.ttft.session import Results
-from benchmarks.ttft.stats import counted, median_or_none, ratio
+from benchmarks.ttft.stats import counted, median_or_none, prefill_throughput, ratio
 from benchmarks.ttft.turns import Sample
 
-__all__ = ["ARM_OF_OURS", "last_line", "summary", "tables"]
+__all__ = ["arm_of_ours", "last_line", "summary", "tables"]
 
-# What the last line's ratios are of: eager return without push, since push is not built.
-ARM_OF_OURS = "f"
-NOT_BUILT = {"g": "push + eager: kvshuttle's push, prefill to decode layer by layer, is not built"}
+
+def arm_of_ours(samples: Sequence[Sample]) -> str:
+    """What the last line's ratios are of: push and eager return, where that was run."""
+    return "g" if any(s.arm == "g" for s in samples) else "f"
 
 
 def summary(results: Results, raw: dict[str, Any], settings: dict[str, Any]) -> dict[str, Any]:
@@ -26,15 +27,15 @@ def summary(results: Results, raw: dict[str, Any], settings: dict[str, Any]) -> 
     scenarios = sorted({s.scenario for s in results.samples}, reverse=True)
     return {
         "settings": settings,
-        "arm_of_ours": ARM_OF_OURS,
-        "not_built": NOT_BUILT,
+        "arm_of_ours": arm_of_ours(results.samples),
         "left_out": results.left_out,
         "groups": results.groups,
         "engine_bytes": results.engine_bytes,
         "scenarios": {
             scenario: {
                 kind: _scenario(
-                    [s for s in results.samples if s.scenario == scenario and _kind(s) == kind]
+                    [s for s in results.samples if s.scenario == scenario and _kind(s) == kind],
+                    arm_of_ours(results.samples),
                 )
                 for kind in ("fixed", "trace")
                 if any(s.scenario == scenario and _kind(s) == kind for s in results.samples)
@@ -42,6 +43,7 @@ def summary(results: Results, raw: dict[str, Any], settings: dict[str, Any]) -> 
             for scenario in scenarios
         },
         "transfers": _transfers(results.samples, raw),
+        "prefill_throughput_of_push": prefill_throughput(results.samples, "g", "f").record(),
         "idle": results.idle,
         "samples": [dataclasses.asdict(s) for s in results.samples],
     }
@@ -57,12 +59,15 @@ def last_line(found: dict[str, Any]) -> tuple[dict[str, float | None], dict[str,
         "ttft_ratio_to_ideal": _value(lost, "a"),
         "gbps_ratio_to_upstream": transfers["gbps_ratio_to_upstream"],
         "gbps_ratio_to_raw": transfers["gbps_ratio_to_raw"],
-        "idle_cpu_percent": idle.get(ARM_OF_OURS, {}).get("percent"),
-        "prefill_throughput_ratio": None,
+        "idle_cpu_percent": idle.get(found["arm_of_ours"], {}).get("percent"),
+        # Not the median but the lower bound: what push costs prefill at most.
+        "prefill_throughput_ratio": (found["prefill_throughput_of_push"]["interval_95"] or [None])[
+            0
+        ],
     }
     out = found["left_out"].get("lost", {})
     reasons = {
-        "prefill_throughput_ratio": NOT_BUILT["g"],
+        "prefill_throughput_ratio": "no turns of both f and g, side by side",
         "ttft_ratio_to_upstream_bidirectional": out.get("c", "no turns of both arms"),
         "ttft_ratio_to_upstream_one_way": out.get("b", "no turns of both arms"),
         "ttft_ratio_to_ideal": "no turns of both arms",
@@ -82,14 +87,14 @@ def _kind(sample: Sample) -> str:
     return sample.conversation.split("-", 1)[0]
 
 
-def _scenario(samples: Sequence[Sample]) -> dict[str, Any]:
+def _scenario(samples: Sequence[Sample], ours: str) -> dict[str, Any]:
     arms = [k.key for k in ARMS if any(s.arm == k.key for s in samples)]
     return {
         "ratios": {
-            arm: ratio(samples, ARM_OF_OURS, arm).record()
-            | {"side_by_side": _side_by_side(samples, ARM_OF_OURS, arm)}
+            arm: ratio(samples, ours, arm).record()
+            | {"side_by_side": _side_by_side(samples, ours, arm)}
             for arm in arms
-            if arm != ARM_OF_OURS
+            if arm != ours
         },
         "arms": {arm: _arm([s for s in samples if s.arm == arm]) for arm in arms},
     }
@@ -188,10 +193,10 @@ def gbps(samples: Sequence[Sample], arm: str) -> list[float]:
 
 
 def _transfers(samples: Sequence[Sample], raw: dict[str, Any]) -> dict[str, Any]:
-    rates = {arm: median_or_none(gbps(samples, arm)) for arm in ("c", "e", "f")}
+    rates = {arm: median_or_none(gbps(samples, arm)) for arm in ("c", "e", "f", "g")}
 
     def over(theirs: float | None) -> float | None:
-        ours = rates[ARM_OF_OURS]
+        ours = rates[arm_of_ours(samples)]
         return round(ours / theirs, 4) if ours and theirs else None
 
     return {
@@ -212,7 +217,7 @@ def tables(found: dict[str, Any], console: Console) -> None:
             for column in (
                 "arm",
                 "TTFT",
-                "f/arm",
+                f"{found['arm_of_ours']}/arm",
                 "prefill queue",
                 "compute",
                 "decode queue",
@@ -250,8 +255,13 @@ def tables(found: dict[str, Any], console: Console) -> None:
             console.print(table)
         for arm, reason in found["left_out"].get(scenario, {}).items():
             console.print(f"left out: {arm}: {reason.splitlines()[0]}", highlight=False)
-    for arm, reason in found["not_built"].items():
-        console.print(f"not built: {arm}, {reason}", highlight=False)
+    throughput = found["prefill_throughput_of_push"]
+    if throughput["value"] is not None:
+        console.print(
+            f"prefill's throughput with push, as a part of without: {throughput['value']}, 95 % of "
+            f"{throughput['turns']} pairs in {throughput['interval_95']}",
+            highlight=False,
+        )
 
 
 def _text(value: float | None, digits: int) -> str:

@@ -27,7 +27,7 @@ WARM_UP_WORDS = (400, 120)
 SETTLE_S = 5.0
 IDEAL = "a"
 # Whose idle cost is measured; upstream's other two have the connector of c.
-IDLE_ARMS = ("a", "c", "e", "f")
+IDLE_ARMS = ("a", "c", "e", "f", "g")
 # How far apart two logprobs of the same token may be in float32; bfloat16 differs by 0.1 between
 # any two ways to compute a prompt, in plain vLLM too.
 LOGPROB_TOLERANCE = 1e-3

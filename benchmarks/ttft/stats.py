@@ -8,7 +8,7 @@ from statistics import median
 
 from benchmarks.ttft.turns import Sample
 
-__all__ = ["Ratio", "cells", "counted", "median_or_none", "ratio"]
+__all__ = ["Ratio", "cells", "counted", "median_or_none", "prefill_throughput", "ratio"]
 
 Cell = tuple[str, int]
 RESAMPLES = 2_000
@@ -31,13 +31,21 @@ def cells(samples: Iterable[Sample], arm: str) -> dict[Cell, float]:
 
 
 class Ratio:
-    """Median over median, over the turns that both have, with a bootstrap interval."""
+    """Median over median, over the turns that both have, with a bootstrap interval. `paired`:
+    median of the pairs' own ratios, for what differs more from turn to turn than between arms."""
 
     def __init__(
-        self, ours: Mapping[Cell, float], theirs: Mapping[Cell, float], seed: int = 0
+        self,
+        ours: Mapping[Cell, float],
+        theirs: Mapping[Cell, float],
+        seed: int = 0,
+        *,
+        paired: bool = False,
     ) -> None:
         self.common = sorted(set(ours) & set(theirs))
         pairs = [(ours[cell], theirs[cell]) for cell in self.common]
+        if paired:
+            pairs = [(a / b, 1.0) for a, b in pairs]
         self.value = _ratio(pairs) if pairs else None
         self.interval = _bootstrap(pairs, seed) if len(pairs) > 1 else None
 
@@ -55,6 +63,23 @@ class Ratio:
 def ratio(samples: Sequence[Sample], ours: str, theirs: str) -> Ratio:
     """Time to first token of one arm as a part of another's."""
     return Ratio(cells(samples, ours), cells(samples, theirs))
+
+
+def prefill_throughput(samples: Sequence[Sample], ours: str, theirs: str) -> Ratio:
+    """Prompt tokens that prefill computes in a second, of one arm as a part of another's, over the
+    turns, first ones too, that both had side by side. vLLM's own times: from the first step of a
+    request to its first token."""
+
+    def rates(arm: str) -> dict[Cell, float]:
+        return {
+            # In a group of its own every conversation is another pair.
+            (f"{s.scenario} {s.group} {s.conversation}", s.turn): s.legs.computed_tokens
+            / s.legs.prefill_compute_ms
+            for s in samples
+            if s.arm == arm and s.legs.computed_tokens and s.legs.prefill_compute_ms
+        }
+
+    return Ratio(rates(ours), rates(theirs), paired=True)
 
 
 def _ratio(pairs: Sequence[tuple[float, float]]) -> float:

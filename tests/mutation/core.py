@@ -601,8 +601,8 @@ CORE = (
         "quarantine_uncapped",
         "unprovable quarantine is capped",
         AGENT + "destination.py",
-        "if self._holds.quarantined_blocks > QUARANTINE_SHARE * self._store.total_blocks:",
-        "if False:",
+        "return self._holds.quarantined_blocks > QUARANTINE_SHARE * self._store.total_blocks",
+        "return False",
         (
             "tests/unit/dataplane/test_scheduler_side.py::test_beyond_the_quarantine_cap_no_new_landing_zone_is_taken",
         ),

@@ -41,8 +41,8 @@ STREAMS = (
         "aborted_prefill_offers",
         "an aborted prefill leaves nothing",
         AGENT + "scheduler.py",
-        "        if request.aborted and leg.leg == types_pb2.LEG_PREFILL:",
-        "        if False:",
+        "        if pushed or (request.aborted and leg.leg == types_pb2.LEG_PREFILL):",
+        "        if pushed:",
         ("tests/unit/dataplane/test_scheduler_side.py::test_an_aborted_prefill_leaves_nothing",),
     ),
     Mutant(

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvshuttle.controlplane.model.terms import (
+    ForwardMode,
     Hints,
     ReturnPolicy,
     SessionKey,
@@ -165,6 +166,7 @@ class _TurnInProgress:
     over: bool = False
     turn: Turn | None = None
     leg_request: str = ""
+    legs: list[str] = field(default_factory=list)
 
 
 class Conversation:
@@ -289,7 +291,9 @@ class Conversation:
             token=turn.token,
             mode=turn.plan.return_mode.name,
         )
-        if turn.prefill is not None:
+        if turn.prefill is not None and turn.plan.forward_mode is ForwardMode.PUSH:
+            self._together(progress, turn.prefill.worker.worker_id)
+        elif turn.prefill is not None:
             key = (turn.token, PREFILL)
             self._leg(progress, turn.prefill.worker.worker_id, key, 1, self._prefilled)
         else:
@@ -327,6 +331,7 @@ class Conversation:
             lambda how: then(progress, how),
         )
         progress.leg_request = request_id
+        progress.legs.append(request_id)
         if rng.random() < cluster.behaviour.abort:
             self.kernel.at(between(rng, 0, 400), None, self._hang_up, progress, request_id)
         if key is not None and rng.random() < cluster.behaviour.siblings:
@@ -350,6 +355,32 @@ class Conversation:
                     self.kernel.fault("abort_during_load", self.key.session_id)
                 self.cluster.abort(request_id)
 
+    def _together(self, progress: _TurnInProgress, prefill: str) -> None:
+        """A push: both legs at once, in any order."""
+        assert progress.turn is not None
+        key = (progress.turn.token, PREFILL)
+
+        def prefills() -> None:
+            self._leg(progress, prefill, key, 1, self._pushed, late=True)
+
+        def decodes() -> None:
+            self._decode(progress, late=True)
+
+        legs = [prefills, decodes]
+        self.rng.shuffle(legs)
+        legs[0]()
+        if self.rng.random() < self.cluster.behaviour.late_request:
+            self.kernel.fault("late_request", self.key.session_id)
+            self.kernel.at(between(self.rng, 200, 11_000), None, legs[1])
+        else:
+            legs[1]()
+
+    def _pushed(self, progress: _TurnInProgress, how: str) -> None:
+        """Prefill's leg of a push has ended. If not well, its gateway takes decode's away."""
+        if how != "finished" and not progress.over:
+            for request_id in progress.legs:
+                self.cluster.abort(request_id)
+
     def _prefilled(self, progress: _TurnInProgress, how: str) -> None:
         if how == "aborted":
             self._over(progress, TurnOutcome.CANCELLED)
@@ -357,11 +388,11 @@ class Conversation:
             # After an error too: decode computes the prompt itself.
             self._decode(progress)
 
-    def _decode(self, progress: _TurnInProgress) -> None:
+    def _decode(self, progress: _TurnInProgress, *, late: bool = False) -> None:
         assert progress.turn is not None
         worker_id = progress.turn.decode.worker.worker_id
         key = (progress.turn.token, DECODE)
-        self._leg(progress, worker_id, key, progress.output_tokens, self._decoded)
+        self._leg(progress, worker_id, key, progress.output_tokens, self._decoded, late=late)
 
     def _decoded(self, progress: _TurnInProgress, how: str) -> None:
         if how == "finished":
@@ -383,6 +414,9 @@ class Conversation:
 
     def _over(self, progress: _TurnInProgress, outcome: TurnOutcome) -> None:
         progress.over = True
+        for request_id in progress.legs:
+            # A push's other leg, if it still runs.
+            self.cluster.abort(request_id)
         self.running -= 1
         turn = progress.turn
         if turn is not None and self.rng.random() >= self.cluster.behaviour.forget_end:

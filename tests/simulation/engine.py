@@ -14,11 +14,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvshuttle.dataplane.push_source import Scheduled
 from kvshuttle.dataplane.scheduler import FinishedRequest, SchedulerAgent
 from kvshuttle.dataplane.turns import LegKey
 from tests.simulation.kernel import SECOND, Violation, between
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvshuttle.dataplane.messages import PushChunk
     from kvshuttle.dataplane.transfers import Results
     from tests.simulation.kernel import Kernel, Thread
     from tests.simulation.pool import BlockPool
@@ -64,6 +68,21 @@ class EngineRequest:
         return self.prompt_tokens + self.generated
 
 
+@dataclass(frozen=True)
+class _View:
+    """A `kvshuttle.dataplane.push_source.RequestView`."""
+
+    request: EngineRequest
+
+    def hashes(self) -> Sequence[bytes]:
+        """Of its full blocks."""
+        return self.request.hashes[: self.request.num_tokens // BLOCK_TOKENS]
+
+    def preemptions(self) -> int:
+        """How often its blocks were taken."""
+        return self.request.preemptions
+
+
 @dataclass(eq=False)
 class Engine:
     """One engine: a loop of steps while it has requests, asleep without."""
@@ -75,7 +94,11 @@ class Engine:
     agent: SchedulerAgent
     results: list[Results]
     after_hook: Callable[[], None]
+    # The step that begins computes these chunks; what is returned says that it has ended.
+    push_step: Callable[[list[PushChunk]], Callable[[], None]]
     step_ms: float = 15.0
+    # Most prompt tokens of a step; 0: a whole prompt.
+    chunk_tokens: int = 0
     requests: dict[str, EngineRequest] = field(default_factory=dict)
     waiting: list[EngineRequest] = field(default_factory=list)
     running: list[EngineRequest] = field(default_factory=list)
@@ -87,6 +110,7 @@ class Engine:
     _ranks_failed: set[str] = field(default_factory=set)
     _stepping: bool = False
     _inputs: list[Callable[[], None]] = field(default_factory=list)
+    _step_over: Callable[[], None] = lambda: None
     _pending: list[tuple[EngineRequest, int]] = field(default_factory=list)
     # Set by a fault: the scheduler thinks that it is out of blocks.
     preempt_next: bool = False
@@ -149,6 +173,16 @@ class Engine:
             return
         self._schedule()
         self._tend(len(self.running))
+        push = self.agent.push
+        chunks = push.step(
+            [
+                Scheduled(r.request_id, r.computed, tokens - r.computed, list(r.block_ids))
+                for r, tokens in self._pending
+                if push.wants(r.request_id)
+            ]
+        )
+        self.after_hook()
+        self._step_over = self.push_step(chunks) if chunks else lambda: None
         busy = bool(self.running)
         took = (
             between(self.kernel.rng, 2, self.step_ms) if busy else between(self.kernel.rng, 2, 60)
@@ -163,6 +197,8 @@ class Engine:
         for request in list(self.running):
             if request.status is Status.RUNNING and request.computed >= request.num_tokens - 1:
                 self._schedule_decode(request)
+            elif request.status is Status.RUNNING:
+                self._schedule_prefill(request)
         for request in list(self.waiting):
             if request.request_id in self.finished_recving:
                 self._load_over(request)
@@ -246,7 +282,13 @@ class Engine:
             request.block_ids += self.pool.allocate(wanted)
         if request.key is not None:
             try:
-                self.agent.allocated(request.request_id, request.key, request.block_ids, external)
+                self.agent.allocated(
+                    request.request_id,
+                    request.key,
+                    request.block_ids,
+                    external,
+                    _View(request),
+                )
             finally:
                 self.after_hook()
         if external:
@@ -267,7 +309,10 @@ class Engine:
         return True
 
     def _schedule_prefill(self, request: EngineRequest) -> None:
-        """All that is left of it in this step; cached now, filled when the step ends."""
+        """What is left of it, or a chunk; cached now, filled when the step ends."""
+        tokens = request.num_tokens
+        if self.chunk_tokens:
+            tokens = min(tokens, request.computed + self.chunk_tokens)
         first = request.computed // BLOCK_TOKENS
         for index, block_id in enumerate(request.block_ids[:first]):
             block = self.pool.blocks[block_id]
@@ -277,19 +322,22 @@ class Engine:
                     f"{self.name}: {request.request_id} goes on from block {block_id} "
                     f"(index {index}), which does not hold {request.hashes[index].hex()}",
                 )
-        self._pending.append((request, request.num_tokens))
-        for index in range(first, request.num_tokens // BLOCK_TOKENS):
+        self._pending.append((request, tokens))
+        for index in range(first, tokens // BLOCK_TOKENS):
             self.pool.insert_pending(request.hashes[index], request.block_ids[index])
 
     def _end_step(self) -> None:
         for request, tokens in self._pending:
             self._write(request, tokens)
             request.computed = tokens
+            if tokens < request.num_tokens:
+                continue
             request.generated += 1
             if request.generated >= request.output_tokens:
                 self.running.remove(request)
                 self._free_request(request, keep_blocks=False)
         self._pending.clear()
+        self._step_over()
         self._take_results()
         self._begin_step()
 

@@ -1,8 +1,10 @@
-"""A model of NIXL between the simulated workers: one-sided READs and notices.
+"""A model of NIXL between the simulated workers: one-sided READs and WRITEs, and notices.
 
-What the real thing may do, this does: a READ copies its blocks at moments of its own, whether or
-not anybody still wants them; it goes on while its reader is paused, and after its handle was
-released; a READ from a dead process fails, or stays in PROC for ever; notices are late or lost.
+What the real thing may do, this does: a READ or WRITE copies its blocks at moments of its own,
+whether or not anybody still wants them; it goes on while its poster is paused, and after its handle
+was released; one with a dead process fails, or stays in PROC for ever; notices are late or lost. A
+WRITE goes on even when its writer has died, until that is attested: what a network still carries,
+nobody can see.
 """
 
 from __future__ import annotations
@@ -12,14 +14,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvshuttle.dataplane.messages import PeerRegion
-from kvshuttle.dataplane.transport import ReadHandle, TransportError
+from kvshuttle.dataplane.transport import BlockList, ReadHandle, TransportError
 from tests.simulation.kernel import MS, Violation, between
 
 if TYPE_CHECKING:
     from tests.simulation.kernel import Kernel, Thread
     from tests.simulation.pool import BlockPool
 
-__all__ = ["BLOCK_BYTES", "Fabric", "FlyingRead", "SimTransport"]
+__all__ = ["BLOCK_BYTES", "Fabric", "FlyingRead", "FlyingWrite", "SimTransport"]
 
 BLOCK_BYTES = 1_000
 
@@ -44,6 +46,20 @@ class FlyingRead:
 
 
 @dataclass(eq=False)
+class FlyingWrite:
+    """A WRITE that NIXL has not ended. `remote` are the target's blocks, with their generations as
+    they were when it was posted."""
+
+    writer: SimTransport
+    target: SimTransport
+    local: list[int]
+    remote: list[int]
+    generations: list[int]
+    status: str = "PROC"
+    copied: int = 0
+
+
+@dataclass(eq=False)
 class Fabric:
     """The network between all ranks of all workers."""
 
@@ -58,14 +74,27 @@ class Fabric:
     read_error: float = 0.0
     transports: dict[str, SimTransport] = field(default_factory=dict)
     flying: list[FlyingRead] = field(default_factory=list)
+    writing: list[FlyingWrite] = field(default_factory=list)
     posted: int = 0
+    written: int = 0
 
-    def writes_to(self, pool: BlockPool, block_id: int) -> FlyingRead | None:
-        """A READ that may still change this block."""
+    def writes_to(self, pool: BlockPool, block_id: int) -> str:
+        """What may still change this block, in words; empty for nothing."""
         for read in self.flying:
             if read.reader.pool is pool and block_id in read.local[read.copied :]:
-                return read
-        return None
+                return f"a READ of {read.lease_id}"
+        for write in self.writing:
+            if write.target.pool is pool and block_id in write.remote[write.copied :]:
+                return f"a WRITE of {write.writer.name}"
+        return ""
+
+    def writers_of(self, pool: BlockPool, block_id: int) -> list[FlyingWrite]:
+        """WRITEs that have still to fetch this block."""
+        return [
+            write
+            for write in self.writing
+            if write.writer.pool is pool and block_id in write.local[write.copied :]
+        ]
 
     def readers_of(self, pool: BlockPool, block_id: int) -> list[FlyingRead]:
         """READs that have still to fetch this block."""
@@ -134,6 +163,60 @@ class Fabric:
         block.content[read.reader.rank] = read.source.pool.blocks[there].content[read.source.rank]
         read.copied += 1
 
+    def start_write(self, write: FlyingWrite) -> None:
+        """Its bytes move from now on."""
+        self.written += 1
+        self.writing.append(write)
+        self.kernel.at(between(self.kernel.rng, 0.2, self.slow_ms), None, self._move_write, write)
+
+    def _move_write(self, write: FlyingWrite) -> None:
+        rng, kernel = self.kernel.rng, self.kernel
+        if write not in self.writing:
+            return
+        if not write.target.alive:
+            if rng.random() < 0.5:
+                kernel.fault("write_hangs", write.writer.name)
+                self.writing.remove(write)
+                return
+            self._end_write(write, "ERR")
+            return
+        stuck = self.cut_off(write.writer.machine_name, write.target.machine_name)
+        if not self.one_sided:
+            stuck |= write.writer.thread.paused or write.target.thread.paused
+        if stuck:
+            kernel.at(between(rng, 20, 200), None, self._move_write, write)
+            return
+        if self.read_error and rng.random() < self.read_error:
+            kernel.fault("write_error", write.writer.name)
+            self._end_write(write, "ERR")
+            return
+        for _ in range(rng.randint(1, len(write.local) - write.copied)):
+            self._copy_write(write)
+        if write.copied < len(write.local):
+            kernel.at(between(rng, 0.2, self.slow_ms), None, self._move_write, write)
+            return
+        self._end_write(write, "DONE")
+
+    def _copy_write(self, write: FlyingWrite) -> None:
+        here, there = write.local[write.copied], write.remote[write.copied]
+        block = write.target.pool.blocks[there]
+        what = f"{write.target.name}: a WRITE of {write.writer.name} changes block {there}"
+        if block.generation != write.generations[write.copied]:
+            raise Violation("landing", f"{what}, which was handed out again")
+        if block.block_hash is not None:
+            raise Violation("landing", f"{what}, which is published")
+        if not block.refs:
+            raise Violation("landing", f"{what}, which nobody holds")
+        block.content[write.target.rank] = write.writer.pool.blocks[here].content[write.writer.rank]
+        write.copied += 1
+
+    def _end_write(self, write: FlyingWrite, status: str) -> None:
+        write.status = status
+        self.writing.remove(write)
+        self.kernel.log(write.writer.name, f"write_{status.lower()}", to=write.target.name)
+        if write.writer.alive:
+            write.writer.poke()
+
     def _end(self, read: FlyingRead, status: str) -> None:
         read.status = status
         self.flying.remove(read)
@@ -164,12 +247,17 @@ class Fabric:
         for read in [r for r in self.flying if r.reader is transport]:
             read.status = "ERR"
             self.flying.remove(read)
+        for write in [w for w in self.writing if w.target is transport]:
+            # Its memory is gone; its writer may hear of it, or never.
+            self.kernel.at(between(self.kernel.rng, 0.2, 50), None, self._move_write, write)
 
     def attested_dead(self, transport: SimTransport) -> None:
         """Nothing moves out of a dead process, whatever NIXL says of it."""
         transport.attested = True
         for read in [r for r in self.flying if r.source is transport]:
             self.flying.remove(read)
+        for write in [w for w in self.writing if transport in (w.writer, w.target)]:
+            self.writing.remove(write)
 
 
 @dataclass(eq=False)
@@ -183,6 +271,7 @@ class SimTransport:
     thread: Thread
     poke: Callable[[], None]
     check_post: Callable[[SimTransport, SimTransport, bytes], None]
+    check_write: Callable[[SimTransport, SimTransport, list[int]], None]
     alive: bool = True
     attested: bool = False
     inbox: list[tuple[str, bytes]] = field(default_factory=list)
@@ -222,10 +311,36 @@ class SimTransport:
         self.fabric.start(read)
         return ReadHandle(read, BLOCK_BYTES * len(local))
 
+    def prepare(self, agent_name: str, blocks: Sequence[int]) -> BlockList:
+        """Nothing but the numbers."""
+        if agent_name and agent_name not in self.peers:
+            raise TransportError(f"peer {agent_name} is not connected")
+        return BlockList(list(blocks), len(blocks), agent_name)
+
+    def post_write(
+        self, local: BlockList, remote: BlockList, offset: int, regions: range
+    ) -> ReadHandle:
+        """Starts to move."""
+        del regions
+        if remote.agent_name not in self.peers:
+            raise TransportError(f"peer {remote.agent_name} is not connected")
+        target = self.fabric.transports[remote.agent_name]
+        there = remote.raw[offset : offset + local.size]
+        self.check_write(self, target, there)
+        if not target.alive and self.fabric.kernel.rng.random() < 0.5:
+            raise TransportError(f"peer {remote.agent_name} is gone")
+        generations = [target.pool.blocks[i].generation for i in there]
+        write = FlyingWrite(self, target, list(local.raw), there, generations)
+        self.fabric.start_write(write)
+        return ReadHandle(write, BLOCK_BYTES * local.size)
+
+    def drop_list(self, blocks: BlockList) -> None:
+        """Nothing to let go."""
+
     def state(self, handle: ReadHandle) -> str:
         """PROC, DONE or ERR."""
-        read: FlyingRead = handle.raw
-        return read.status
+        status: str = handle.raw.status
+        return status
 
     def bytes_moved(self, handle: ReadHandle) -> int:
         """All of them."""

@@ -5,7 +5,9 @@ The design's six invariants and that of tenants, as they are checked here:
 1. `source held`: while a destination may post or has posted a READ under a lease, and its own
    deadline has not passed, the source holds the range. `source reused`: no block is handed out
    that such a READ has still to fetch.
-2. `landing`: no block is handed out, published or computed into while a READ may still write to it.
+2. `landing`: no block is handed out, published or computed into while a READ or a WRITE may still
+   write to it; a WRITE goes to blocks that its target holds for it. `source reused`: no block is
+   handed out that a WRITE has still to fetch whose writer has not given it up.
 3. `publish`, `offer`, `wrong KV`: what is published, offered, or computed upon holds the KV of its
    hash, on every rank.
 4. `stale`: no command of an older term, of another boot, or of a stream that a later hello has
@@ -35,7 +37,7 @@ if TYPE_CHECKING:
     from kvshuttle.dataplane.grants import Grant as HeldGrant
     from kvshuttle.dataplane.scheduler import InboxItem
     from tests.simulation.control import ControlPlane
-    from tests.simulation.fabric import Fabric, SimTransport
+    from tests.simulation.fabric import Fabric, FlyingWrite, SimTransport
     from tests.simulation.pool import Block
     from tests.simulation.worker import Boot
 
@@ -90,6 +92,7 @@ class Checker:
         self._epochs: list[tuple[str, int]] = []
         self.eager_grants = 0
         self.shared_grants = 0
+        self.pushes = 0
 
     # Watching a boot.
 
@@ -97,7 +100,8 @@ class Checker:
         """Looks at all that a boot does from now on."""
         self.boots.append(boot)
         boot.pool.on_handout = lambda block: self._handed_out(boot, block)
-        boot.pool.on_publish = lambda block: self._published(boot, block)
+        boot.pool.on_publish = lambda block: self._changing(boot, block, "publishes")
+        boot.pool.on_compute = lambda block: self._changing(boot, block, "computes into")
         agent = boot.agent
         apply, obey, emit = agent._apply, agent._obey, boot.emit
         now_applying: list[CommandBatch] = []
@@ -134,6 +138,12 @@ class Checker:
         if event.WhichOneof("event") == "hardened":
             blocks = event.hardened.blocks
             size = blocks.hash_size
+            lands = {x.grant.lease_id: x for x in boot.agent.landings.held}
+            if (landing := lands.get(event.hardened.lease_id)) is not None:
+                if landing.hold.ended or list(landing.hold.block_ids) != list(blocks.block_ids):
+                    raise Violation("landing", f"{boot.name} offers blocks that it does not hold")
+                self.pushes += 1
+                return
             for i, block_id in enumerate(blocks.block_ids):
                 block_hash = blocks.hashes[i * size : (i + 1) * size]
                 if not boot.pool.blocks[block_id].holds(block_hash):
@@ -145,13 +155,14 @@ class Checker:
                     )
 
     def _handed_out(self, boot: Boot, block: Block) -> None:
-        write = self.fabric.writes_to(boot.pool, block.block_id)
-        if write is not None:
-            raise Violation(
-                "landing",
-                f"{boot.name} hands out block {block.block_id}, to which a READ of "
-                f"{write.lease_id} may still write",
-            )
+        self._changing(boot, block, "hands out")
+        for write in self.fabric.writers_of(boot.pool, block.block_id):
+            if self._writes_on(boot, write):
+                raise Violation(
+                    "source reused",
+                    f"{boot.name} hands out block {block.block_id}, which it is writing to "
+                    f"{write.target.name}",
+                )
         for read in self.fabric.readers_of(boot.pool, block.block_id):
             reader = next(b for b in self.boots if read.reader in b.transports)
             if self._reads_on(reader, read.reader, read.lease_id):
@@ -161,14 +172,43 @@ class Checker:
                     f"reading under {read.lease_id}",
                 )
 
-    def _published(self, boot: Boot, block: Block) -> None:
-        write = self.fabric.writes_to(boot.pool, block.block_id)
-        if write is not None:
+    def _changing(self, boot: Boot, block: Block, how: str) -> None:
+        what = self.fabric.writes_to(boot.pool, block.block_id)
+        if what:
             raise Violation(
                 "landing",
-                f"{boot.name} publishes block {block.block_id}, to which a READ of "
-                f"{write.lease_id} may still write",
+                f"{boot.name} {how} block {block.block_id}, to which {what} may still write",
             )
+
+    @staticmethod
+    def _writes_on(boot: Boot, write: FlyingWrite) -> bool:
+        """Whether the writer may still say that all is written."""
+        if not boot.alive:
+            return False
+        pushes = boot.transfers[write.writer.rank].pushes._pushes.values()
+        return any(
+            handle.raw is write and not push.stopping and boot.machine.boottime() < push.deadline_ns
+            for push in pushes
+            for chunk in push.chunks
+            for handle, _ in chunk.flying
+        )
+
+    def writing(self, writer: SimTransport, target: SimTransport, block_ids: list[int]) -> None:
+        """A WRITE is about to be posted: to a landing zone that was offered to this boot."""
+        boot = next(b for b in self.boots if writer in b.transports)
+        to = next(b for b in self.boots if target in b.transports)
+        self.kernel.reached("read")
+        if not to.alive:
+            return
+        for landing in to.agent.landings.held:
+            named = self._named.get(landing.hope.peer)
+            if named is boot and set(block_ids) <= set(landing.hold.block_ids):
+                if landing.hold.ended:
+                    break
+                return
+        raise Violation(
+            "landing", f"{boot.name} writes to blocks {block_ids} of {to.name}, not held for it"
+        )
 
     def posting(self, reader: SimTransport, source: SimTransport, notice: bytes) -> None:
         """A READ is about to be posted."""

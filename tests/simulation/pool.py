@@ -38,8 +38,8 @@ class Block:
 
 
 class BlockPool:
-    """Implements `kvshuttle.dataplane.holds.BlockStore`; `on_handout` and `on_publish` are where
-    the invariants look."""
+    """Implements `kvshuttle.dataplane.holds.BlockStore`; `on_handout`, `on_publish` and
+    `on_compute` are where the invariants look."""
 
     def __init__(
         self,
@@ -56,6 +56,7 @@ class BlockPool:
         self.blocks = [Block(i, ranks) for i in range(total)]
         self.on_handout: Callable[[Block], None] = lambda _: None
         self.on_publish: Callable[[Block], None] = lambda _: None
+        self.on_compute: Callable[[Block], None] = lambda _: None
         self._rng = rng
         # Any free block may come next, where vLLM's order would hide a mistake.
         self._adversarial = adversarial
@@ -149,6 +150,7 @@ class BlockPool:
     def write(self, block_id: int, content: bytes) -> None:
         """The engine computes a block's KV."""
         block = self.blocks[block_id]
+        self.on_compute(block)
         block.pending = False
         block.content = [content] * len(block.content)
 

@@ -95,6 +95,8 @@ def limits_of(rng: random.Random, *, drifts: bool) -> Limits:
         prefill_retention_ns=3 * SECOND,
         min_tokens=1,
         tick_ns=250 * MS,
+        forward=rng.choice(["pull", "push", "push", "auto"]),
+        push_min_compute_ns=20 * MS,
     )
 
 
@@ -114,6 +116,12 @@ def draw(kernel: Kernel) -> Shape:
     if rng.random() < 0.08:
         for spec in specs:
             spec.caching = False
+    if rng.random() < 0.1:
+        rng.choice(specs).push = False
+    if rng.random() < 0.4:
+        chunk = rng.choice([40, 64, 100])
+        for spec in specs:
+            spec.chunk_tokens = chunk
     if drifts:
         kernel.fault("clock_drift", ppm=DRIFT_PPM)
     delayed = rng.random() < 0.35
@@ -207,6 +215,8 @@ def run(seed: int, *, trace: bool = False) -> Outcome:
     if world is not None:
         outcome.numbers |= {
             "reads": world.fabric.posted,
+            "writes": world.fabric.written,
+            "pushes": world.checker.pushes,
             "eager_grants": world.checker.eager_grants,
             "shared_grants": world.checker.shared_grants,
             "finished": world.cluster.finished,

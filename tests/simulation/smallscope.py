@@ -131,6 +131,7 @@ class Node:
                 self.thread,
                 lambda: None,
                 world.checker.posting,
+                world.checker.writing,
             )
         ]
         self.results = Results()

@@ -13,6 +13,7 @@ from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import boottime_ns
 from kvshuttle.dataplane.conversation import Conversation
 from kvshuttle.dataplane.faults import Faults
+from kvshuttle.dataplane.push_steps import PushStep
 from kvshuttle.dataplane.scheduler import SchedulerAgent, StreamDown, StreamLife, StreamUp, Tick
 from kvshuttle.dataplane.transfers import Results, Transfers
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
@@ -44,6 +45,8 @@ class WorkerSpec:
         self.blocks = blocks
         self.ranks = ranks
         self.caching = True
+        self.push = True
+        self.chunk_tokens = 0
 
 
 class Boot:
@@ -60,6 +63,7 @@ class Boot:
         adversarial: bool,
         dial: Callable[[Boot], Stream | None],
         check_post: Callable[[SimTransport, SimTransport, bytes], None],
+        check_write: Callable[[SimTransport, SimTransport, list[int]], None],
         welcomed: Callable[[Boot], None],
     ) -> None:
         self.kernel = kernel
@@ -105,6 +109,7 @@ class Boot:
                 self.mover_threads[rank],
                 (lambda r: lambda: self._poke(r))(rank),
                 check_post,
+                check_write,
             )
             for rank in range(spec.ranks)
         ]
@@ -127,6 +132,8 @@ class Boot:
             self.agent,
             self.results,
             self._after_hook,
+            self._push_step,
+            chunk_tokens=spec.chunk_tokens,
         )
         # Orders on their way to each rank, in order.
         self.orders: list[deque[m.ToMover]] = [deque() for _ in range(spec.ranks)]
@@ -211,7 +218,26 @@ class Boot:
             self.agent.post(Tick())
             self._wake()
 
+    def _push_step(self, chunks: list[m.PushChunk]) -> Callable[[], None]:
+        """As the connector does in every rank's process; there is one layer here."""
+        steps = [PushStep(chunks, 1) for _ in self.transfers]
+        for rank, step in enumerate(steps):
+            self.kernel.at(
+                between(self.kernel.rng, 0.05, 1), self.mover_threads[rank], self._begin, rank, step
+            )
+
+        def over() -> None:
+            for rank, step in enumerate(steps):
+                step.all_final()
+                self._poke(rank)
+
+        return over
+
     # The movers' threads.
+
+    def _begin(self, rank: int, step: PushStep) -> None:
+        self.transfers[rank].begin_step(step)
+        self._poll(rank)
 
     def _obey(self, rank: int) -> None:
         message = self.orders[rank].popleft()
@@ -227,7 +253,7 @@ class Boot:
         self.transfers[rank].poll()
         if self.transfers[rank].busy and not self._polling[rank]:
             self._polling[rank] = True
-            fast = self.transfers[rank].waited_for
+            fast = self.transfers[rank].waited_for or self.transfers[rank].written_to
             delay = between(self.kernel.rng, 20, 80) if fast else 500 * MS
             self.kernel.at(delay, self.mover_threads[rank], self._poll_again, rank)
 
@@ -355,6 +381,8 @@ class Boot:
             replicas=self.agent.source.inventory(),
             leases=self.agent.lease_inventory(),
             clock=boottime_ns(),
+            push=self.spec.push,
+            past_incarnations=self.agent.incarnations,
         )
 
 

@@ -243,6 +243,7 @@ class World:
             adversarial=self.shape.adversarial,
             dial=self._dial,
             check_post=self.checker.posting,
+            check_write=self.checker.writing,
             welcomed=self.checker.welcomed,
         )
         self.boots[spec.worker_id] = boot
@@ -367,6 +368,13 @@ class World:
         if not proven and used == stats.held_blocks == stats.quarantined_blocks:
             # The control plane that could have passed on an attestation has lost its store: the
             # one case in which a quarantine has no end. It is capped.
+            return []
+        if (
+            self._lineages > 1
+            and not used
+            and stats.open_leases == len(boot.agent.push.open_leases)
+        ):
+            # Nor could it pass on that of a boot that was written to. Nothing is held for that.
             return []
         left = [
             f"{boot.name}: {name} = {getattr(stats, name)}"

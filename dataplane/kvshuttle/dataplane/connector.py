@@ -8,7 +8,8 @@ with "nothing to load".
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -20,7 +21,9 @@ from kvshuttle.dataplane.faults import Faults, LeakyHolds
 from kvshuttle.dataplane.handshake import RankHandshake
 from kvshuttle.dataplane.link import ControlLink
 from kvshuttle.dataplane.log import get_logger
+from kvshuttle.dataplane.messages import PushChunk
 from kvshuttle.dataplane.mover import Mover
+from kvshuttle.dataplane.push_steps import Fence
 from kvshuttle.dataplane.scheduler import SchedulerAgent
 from kvshuttle.dataplane.turns import leg_of_params
 from kvshuttle.dataplane.vllm_compat import (
@@ -35,16 +38,19 @@ from kvshuttle.dataplane.vllm_compat import (
     KVConnectorTransferResults,
     Pool,
     Request,
+    RunningRequest,
     SchedulerOutput,
     SupportsHMA,
     VllmConfig,
     check_supported,
     device_binder,
+    device_fence,
     engine_probe,
     fingerprint,
     finished_state,
     kv_regions,
     rank_of,
+    scheduled,
     vllm_version,
 )
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
@@ -55,8 +61,11 @@ __all__ = ["KVShuttleConnector"]
 _log = get_logger("connector")
 
 
-class _NoMetadata(KVConnectorMetadata):  # type: ignore[misc]
-    """Orders go to the movers directly, not with the step; vLLM still wants an object."""
+@dataclass
+class _StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+    """Orders go to the movers directly; only what the step itself fills goes with it."""
+
+    chunks: list[PushChunk] = field(default_factory=list)
 
 
 class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -81,6 +90,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._link: ControlLink | None = None
         self._agent: SchedulerAgent | None = None
         self._step_blocks = 8
+        self._mark: Callable[[], Fence] = lambda: None
         if role == KVConnectorRole.SCHEDULER:
             self._probe = engine_probe()
             scheduler = vllm_config.scheduler_config
@@ -116,6 +126,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             faults=Faults.from_config(self._extra),
             bind_device=device_binder(kv_caches),
         )
+        self._mark = device_fence(kv_caches)
         endpoint = self._mover.start()
         self._handshake = RankHandshake(
             endpoint=endpoint,
@@ -141,6 +152,13 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         finished, failed = self._mover.take_results()
         return KVConnectorTransferResults(finished_recving=finished, failed_recving=failed)
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """A step begins: what it computes may be written as it goes."""
+        super().bind_connector_metadata(connector_metadata)
+        chunks = getattr(connector_metadata, "chunks", None)
+        if chunks and self._mover is not None:
+            self._mover.begin_step(chunks, self._mark())
+
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: loads start when their blocks are allocated."""
 
@@ -150,10 +168,14 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        """Nothing: readers read."""
+        """One layer is filled: the mover may write it. Nothing here waits."""
+        if self._mover is not None and self._mover.stepping:
+            self._mover.layer_final(layer_name, self._mark())
 
     def wait_for_save(self) -> None:
-        """Nothing to wait for."""
+        """All layers are filled, whether or not each was said to be. Nothing here waits."""
+        if self._mover is not None and self._mover.stepping:
+            self._mover.end_step(self._mark())
 
     # Scheduler side.
 
@@ -231,6 +253,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 key,
                 blocks.get_block_ids()[0],
                 num_external_tokens,
+                RunningRequest(request),
             )
         except Exception:
             _log.exception("hook_failed", hook="update_state_after_alloc")
@@ -240,7 +263,17 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Once a step: obey what came in, and keep enough blocks free for the next step."""
         self._tend(len(scheduler_output.num_scheduled_tokens))
-        return _NoMetadata()
+        return _StepMetadata(self._chunks(scheduler_output))
+
+    def _chunks(self, output: SchedulerOutput) -> list[PushChunk]:
+        """What the step that is about to run fills for a push."""
+        if self._agent is None:
+            return []
+        try:
+            return self._agent.push.step(scheduled(output, self._agent.push.wants))
+        except Exception:
+            _log.exception("hook_failed", hook="push_step")
+            return []
 
     def has_pending_push_work(self) -> bool:
         """vLLM asks this when it looks for work: the moment to obey commands in an idle engine."""
@@ -345,6 +378,8 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             agent_version=_agent_version(),
             clock=boottime_ns(),
             nixl_backend=self._config.nixl_backend,
+            push=True,
+            past_incarnations=self._agent.incarnations,
         )
 
 

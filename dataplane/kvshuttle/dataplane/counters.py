@@ -21,12 +21,20 @@ class Counters:
         self._computed_tokens = 0
         self._local_hit_tokens = 0
         self._eager_tokens = 0
+        self._pushed_tokens = 0
         self._fallbacks: Counter[str] = Counter()
 
     def transfer(
-        self, *, is_return: bool, bytes_moved: int, tokens: int, eager: bool = False
+        self,
+        *,
+        is_return: bool,
+        bytes_moved: int,
+        tokens: int,
+        eager: bool = False,
+        pushed: bool = False,
     ) -> None:
-        """A transfer was published; `eager`: no request waited for it."""
+        """A transfer was published; `eager`: no request waited for it; `pushed`: it was written to
+        us."""
         self._transfers += 1
         if is_return:
             self._return_bytes += bytes_moved
@@ -35,6 +43,7 @@ class Counters:
         else:
             self._forward_bytes += bytes_moved
             self._forward_tokens += tokens
+            self._pushed_tokens += tokens if pushed else 0
 
     def fallback(self, reason: str) -> None:
         """A leg recomputes although a transfer was hoped for."""
@@ -56,5 +65,6 @@ class Counters:
             computed_tokens=self._computed_tokens,
             local_hit_tokens=self._local_hit_tokens,
             eager_tokens=self._eager_tokens,
+            pushed_tokens=self._pushed_tokens,
             fallbacks=dict(self._fallbacks),
         )

@@ -21,8 +21,10 @@ from kvshuttle.dataplane.limits import (
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.matching import common_prefix
 from kvshuttle.dataplane.outbox import Outbox
+from kvshuttle.dataplane.push_landing import LandingSide
 from kvshuttle.dataplane.turns import LegKey, TurnBook, TurnLeg
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
+from kvshuttle.v1 import types_pb2
 
 __all__ = ["DestinationSide", "Load", "Match"]
 
@@ -72,6 +74,7 @@ class DestinationSide:
         clock: Clock,
         block_size: int,
         eager: EagerSide,
+        landings: LandingSide,
     ) -> None:
         self._store = store
         self._holds = holds
@@ -89,6 +92,9 @@ class DestinationSide:
         # Requests that vLLM has and that have not been settled, by leg.
         self._queued: dict[LegKey, str] = {}
         self._eager = eager
+        self._landings = landings
+        # Requests that may land in a push, with the first and one past the last block of it.
+        self._may_land: dict[str, tuple[int, int, list[bytes]]] = {}
         # Shared with the eager side.
         self._peers = eager.peers
         # As the control plane said; 0 until it has.
@@ -101,6 +107,8 @@ class DestinationSide:
         if command.lease_id in self._grants:
             return
         leg = self._turns.find((command.turn_token, leg_of_direction(command.direction)))
+        if leg is not None and self._read_into_landing(command):
+            return
         if leg is None or leg.settled or leg.refused:
             self._say_stopped(command.lease_id, agent_pb2.TRANSFER_OUTCOME_UNUSED, "TURN_GONE_ON")
             return
@@ -122,6 +130,8 @@ class DestinationSide:
         deadline = destination_deadline(command.as_of, command.ttl.ToNanoseconds())
         grant = self._grants.get(command.lease_id)
         if grant is None:
+            grant = next((x for x in self._landings.grants if x.lease_id == command.lease_id), None)
+        if grant is None:
             if not self._eager.extend(command.lease_id, command.version, deadline):
                 return
         elif command.version <= grant.version:
@@ -141,7 +151,8 @@ class DestinationSide:
 
     def extend_many(self, command: agent_pb2.ExtendLeases) -> None:
         """Counts longer what it has asked for."""
-        extensions.count_longer(self._out, self._grants.values(), command, self._clock())
+        granted = [*self._grants.values(), *self._landings.grants]
+        extensions.count_longer(self._out, granted, command, self._clock())
 
     def revoke(self, lease_id: str, reason: str, token: str = "") -> None:
         """Stops a lease: an unused one now, a running one as soon as NIXL lets go."""
@@ -153,7 +164,7 @@ class DestinationSide:
         if grant is not None and grant.request_id:
             self._out.order(m.Abandon(grant.request_id, reason or "REVOKED"))
             return
-        if self._eager.revoke(lease_id, reason):
+        if self._eager.revoke(lease_id, reason) or self._landings.revoke(lease_id, reason):
             return
         if grant is not None:
             self._drop(grant)
@@ -166,6 +177,11 @@ class DestinationSide:
         grant = self._by_leg.get((leg.token, leg.leg))
         if grant is not None and not grant.request_id:
             self._give_back(grant, "TURN_ENDED")
+
+    def writer_stopped(self, lease_id: str, reason: str, *, pull_follows: bool) -> None:
+        """Nobody writes under the lease of a push; its landing zone may not even be there yet."""
+        self._turns.push_over(lease_id, reason or "WRITER_STOPPED", pull_follows=pull_follows)
+        self._landings.writer_stopped(lease_id, reason, pull_follows=pull_follows)
 
     def peer_ready(self, worker: tuple[str, int], error: str) -> None:
         """A rank has connected to a peer, or says why it cannot."""
@@ -197,7 +213,8 @@ class DestinationSide:
 
         May be called many times for one request.
         """
-        if request_id in self._loads:
+        self._may_land.pop(request_id, None)
+        if request_id in self._loads or self._landings.has(request_id):
             # Asked again after a failed load or a preemption: it has had its one lease.
             return self._no(request_id, "")
         now = self._clock()
@@ -217,6 +234,9 @@ class DestinationSide:
             # Whatever is granted, it would not be used: a short prompt must not wait for it.
             return self._no(request_id, "TOO_FEW_TOKENS" if most > 0 else "LOCAL_HIT")
         grant = self._by_leg.get(key)
+        lands = leg.leg == types_pb2.LEG_DECODE and leg.push is not None and leg.hopes
+        if grant is None and lands and self._out.connected:
+            return self._look_for_push(request_id, leg, hashes, start, usable, now - looked)
         if grant is None:
             if self._eager.has_ended(leg.lease_id):
                 # What it brought is in the engine's own cache, and counted there.
@@ -242,7 +262,7 @@ class DestinationSide:
             return None
         if peer is None or peer:
             return self._no(request_id, "PEER_UNREACHABLE" if peer else "PEER_UNKNOWN")
-        if self._holds.quarantined_blocks > QUARANTINE_SHARE * self._store.total_blocks:
+        if self._quarantine_full:
             return self._no(request_id, "QUARANTINE_FULL")
         end = grant.start + common_prefix(hashes[grant.start : usable], grant.hashes)
         if start < grant.start:
@@ -258,15 +278,84 @@ class DestinationSide:
         self._why_not.pop(request_id, None)
         return missing
 
+    def _look_for_push(
+        self,
+        request_id: str,
+        leg: TurnLeg,
+        hashes: Sequence[bytes],
+        start: int,
+        usable: int,
+        waited_ns: int,
+    ) -> int | None:
+        """What it lacks is written to it, if its blocks may be a landing zone."""
+        assert leg.push is not None
+        peer = self._peers.get(leg.push.peer)
+        if peer is None and waited_ns < leg.lookup_wait_ns:
+            return None
+        if peer is None or peer:
+            return self._no(request_id, "PEER_UNREACHABLE" if peer else "PEER_UNKNOWN")
+        if self._quarantine_full:
+            return self._no(request_id, "QUARANTINE_FULL")
+        missing = (usable - start) * self._block_size
+        self._may_land[request_id] = (start, usable, list(hashes[start:usable]))
+        self._why_not.pop(request_id, None)
+        return missing
+
+    def _read_into_landing(self, command: agent_pb2.Grant) -> bool:
+        """A grant to read for a landing zone that nobody writes to; false if it is for none."""
+        landing = self._landings.take_for_read(command.turn_token)
+        if landing is None:
+            return False
+        end = landing.first + landing.blocks
+        try:
+            grant = parse_grant(command)
+            offset = landing.first - grant.start
+            fits = offset >= 0 and grant.start + len(grant.block_ids) >= end
+            fits = fits and not self._peers.get(grant.source, "PEER_UNKNOWN")
+            fits = fits and grant.hashes[offset : offset + landing.blocks] == landing.hashes
+        except ValueError as error:
+            _log.error("grant_malformed", lease=command.lease_id, error=str(error))
+            fits = False
+        if not fits:
+            self._landings.give_back(landing, "NO_COMMON_PREFIX")
+            self._say_stopped(
+                command.lease_id, agent_pb2.TRANSFER_OUTCOME_UNUSED, "NO_COMMON_PREFIX"
+            )
+            return True
+        grant.request_id = landing.request_id
+        self._grants[grant.lease_id] = grant
+        self._by_leg[grant.token, grant.leg] = grant
+        load = Load(
+            request_id=landing.request_id,
+            grant=grant,
+            hold=landing.hold,
+            first=landing.first,
+            blocks=landing.blocks,
+            tokens=landing.tokens,
+            looked_ns=landing.looked_ns,
+            ranks_left=self._out.num_ranks,
+        )
+        self._loads[load.request_id] = load
+        self._order_read(load, grant.block_ids[offset : offset + landing.blocks])
+        return True
+
     def allocated(
         self, request_id: str, key: LegKey, block_ids: Sequence[int], num_tokens: int
     ) -> None:
         """vLLM has allocated: ``num_tokens`` are to be loaded; 0: the request runs without."""
         leg = self._turns.find(key)
         self._unqueue(request_id, key)
+        may_land = self._may_land.pop(request_id, None)
+        if may_land is not None and num_tokens > 0 and leg is not None and leg.push is not None:
+            looked = self._looked.pop(request_id, self._clock())
+            first, end, hashes = may_land
+            self._landings.open(request_id, leg, first, hashes, block_ids[first:end], looked)
+            leg.claimed_by = request_id
+            leg.settled = True
+            return
         match = self._matches.pop(request_id, None)
         looked = self._looked.pop(request_id, self._clock())
-        if request_id in self._loads:
+        if request_id in self._loads or self._landings.has(request_id):
             return
         if num_tokens <= 0 or match is None:
             reason = self._why_not.pop(request_id, "")
@@ -293,29 +382,33 @@ class DestinationSide:
             leg.claimed_by = request_id
             leg.settled = True
         offset = match.start - grant.start
+        self._order_read(load, grant.block_ids[offset : offset + len(landing)])
+
+    def _order_read(self, load: Load, remote: Sequence[int]) -> None:
+        grant = load.grant
         journal.note(
             "landing_held",
-            blocks=landing,
+            blocks=load.hold.block_ids,
             lease=grant.lease_id,
-            read=request_id,
+            read=load.request_id,
             source=grant.source[0],
             source_incarnation=grant.source[1],
         )
         self._out.order(
             m.Read(
-                request_id=request_id,
+                request_id=load.request_id,
                 lease_id=grant.lease_id,
                 worker_id=grant.source[0],
                 incarnation=grant.source[1],
-                local_block_ids=landing,
-                remote_block_ids=grant.block_ids[offset : offset + len(landing)],
+                local_block_ids=list(load.hold.block_ids),
+                remote_block_ids=list(remote),
                 deadline_ns=grant.deadline_ns,
                 is_return=grant.is_return,
             )
         )
         self._out.emit(
             agent_pb2.AgentEvent(
-                active=agent_pb2.LeaseActive(lease_id=grant.lease_id, blocks=len(landing))
+                active=agent_pb2.LeaseActive(lease_id=grant.lease_id, blocks=load.blocks)
             )
         )
 
@@ -323,7 +416,9 @@ class DestinationSide:
         """How many of a request's first blocks have their KV for certain; None: as many as vLLM
         counts. vLLM counts the tokens of a load as computed from the moment it begins."""
         load = self._loads.get(request_id)
-        if load is None or load.told_failed or (load.published and load.ranks_left == 0):
+        if load is None:
+            return self._landings.blocks_written(request_id)
+        if load.told_failed or (load.published and load.ranks_left == 0):
             return None
         return load.first
 
@@ -333,6 +428,9 @@ class DestinationSide:
         self._looked.pop(request_id, None)
         self._matches.pop(request_id, None)
         self._why_not.pop(request_id, None)
+        self._may_land.pop(request_id, None)
+        if self._landings.has(request_id):
+            return self._landings.request_gone(request_id)
         load = self._loads.get(request_id)
         leg = self._turns.find(key)
         if load is None:
@@ -391,6 +489,7 @@ class DestinationSide:
 
     def load_failed(self, request_id: str) -> None:
         """vLLM was told that the load failed: what is in flight becomes a quarantine."""
+        self._landings.load_failed(request_id)
         load = self._loads.get(request_id)
         if load is None:
             return
@@ -402,6 +501,7 @@ class DestinationSide:
         """Asks for more time for grants in use; gives back those whose time is over and that no
         request has used."""
         extensions.ask(self._out, self._needed(), now)
+        self._landings.expire(now)
         for grant in list(self._grants.values()):
             if not grant.request_id and now >= grant.deadline_ns:
                 self._give_back(grant, "LEASE_EXPIRED")
@@ -411,6 +511,8 @@ class DestinationSide:
         times = [g.deadline_ns for g in self._grants.values() if not g.request_id]
         if (asking := extensions.next_ask(self._needed())) is not None:
             times.append(asking)
+        if (landing := self._landings.next_deadline()) is not None:
+            times.append(landing)
         return min(times, default=None)
 
     @property
@@ -421,15 +523,20 @@ class DestinationSide:
     @property
     def grant_count(self) -> int:
         """Number of grants that are unused or in use; any thread."""
-        return len(self._grants) + len(self._eager.open_grants)
+        return len(self._grants) + len(self._eager.open_grants) + len(self._landings.held)
 
     # Inside.
+
+    @property
+    def _quarantine_full(self) -> bool:
+        return self._holds.quarantined_blocks > QUARANTINE_SHARE * self._store.total_blocks
 
     def _needed(self) -> list[Grant]:
         """Grants that a request reads under, or may as soon as its turn in vLLM's queue comes and
         vLLM has blocks for it."""
         needed = [load.grant for load in self._loads.values() if load.ranks_left]
         needed += [match.grant for match in self._matches.values()]
+        needed += self._landings.needed()
         for key, request_id in self._queued.items():
             grant = self._by_leg.get(key)
             looked = request_id in self._matches or request_id in self._why_not
@@ -475,6 +582,17 @@ class DestinationSide:
         grant = self._by_leg.get((leg.token, leg.leg))
         if grant is not None and not grant.request_id:
             self._give_back(grant, reason or "NOT_NEEDED")
+        if leg.push is not None and leg.leg == types_pb2.LEG_DECODE:
+            hope, leg.push = leg.push, None
+            self._out.emit(
+                agent_pb2.AgentEvent(
+                    refused=agent_pb2.LeaseRefused(
+                        lease_id=hope.lease_id,
+                        version=hope.version,
+                        reason=reason or "NOT_NEEDED",
+                    )
+                )
+            )
 
     def _give_back(self, grant: Grant, reason: str) -> None:
         self._drop(grant)

@@ -17,7 +17,7 @@ from kvshuttle.dataplane.holds import BlockStore, Hold, HoldTable
 from kvshuttle.dataplane.log import get_logger
 
 if TYPE_CHECKING:
-    from kvshuttle.dataplane.messages import Read
+    from kvshuttle.dataplane.messages import Await, Read
     from kvshuttle.dataplane.transport import LocalRegion
 
 __all__ = ["Faults", "LeakyHolds"]
@@ -32,6 +32,15 @@ class Faults:
     corrupt_returned_block: bool = False
     """Overwrites the first block of every return after it was read and confirmed."""
 
+    corrupt_pushed_block: bool = False
+    """Overwrites the first block of every landing zone once it was written."""
+
+    stall_pushes: bool = False
+    """Every write stays in flight for ever, as seen by the mover."""
+
+    delay_layer_s: float = 0.0
+    """Seconds that a layer's write waits before it is posted: time to kill somebody."""
+
     delay_read_s: float = 0.0
     """Seconds between a read's order and its posting: time to kill somebody."""
 
@@ -39,10 +48,10 @@ class Faults:
     """Every read stays in flight for ever, as seen by the mover."""
 
     keep_hold: str = ""
-    """A hold of this kind (`HoldKind`) is not let go: who ends it goes on as if it were."""
+    """Holds of this kind (`HoldKind`) are not let go: whoever ends one goes on as if it were."""
 
     lose_references: str = ""
-    """A hold of this kind ends, but one reference to each of its blocks stays: nothing counts it
+    """Holds of this kind end, but one reference to each of their blocks stays: nothing counts it
     any more, and the blocks are missing from the pool."""
 
     file: str = ""
@@ -81,10 +90,23 @@ class Faults:
 
     def after_read(self, order: Read, regions: list[LocalRegion]) -> None:
         """Called when a read is about to be published."""
-        if not (self.corrupt_returned_block and order.is_return):
-            return
-        block = order.local_block_ids[0]
-        _log.warning("fault_corrupt", lease=order.lease_id, block=block)
+        if self.corrupt_returned_block and order.is_return:
+            self._corrupt(order.lease_id, order.local_block_ids[0], regions)
+
+    def before_write(self, lease_id: str) -> None:
+        """Called just before a write is posted."""
+        if self.delay_layer_s:
+            _log.warning("fault_delay", lease=lease_id, seconds=self.delay_layer_s)
+            time.sleep(self.delay_layer_s)
+
+    def after_push(self, order: Await, regions: list[LocalRegion]) -> None:
+        """Called when a landing zone is about to be published."""
+        if self.corrupt_pushed_block:
+            self._corrupt(order.lease_id, order.local_block_ids[0], regions)
+
+    @staticmethod
+    def _corrupt(lease_id: str, block: int, regions: list[LocalRegion]) -> None:
+        _log.warning("fault_corrupt", lease=lease_id, block=block)
         for region in regions:
             if region.memory_type == "DRAM":
                 # 0x3f3f is 0.75 in bfloat16: a plausible value, in the wrong place.
@@ -104,13 +126,11 @@ class LeakyHolds(HoldTable):
     def release(self, hold: Hold, on_reuse: Callable[[int], None] | None = None) -> None:
         """Ends a hold, or fails to."""
         planted = self._faults.now()
-        # One at a time: more would starve the engine, which is another defect.
-        fresh = not hold.ended and not self._kept and not self._lost
-        if fresh and hold.kind.value == planted.keep_hold:
+        if not hold.ended and hold.kind.value == planted.keep_hold:
             _log.warning("fault_keep_hold", kind=hold.kind.value, blocks=len(hold.block_ids))
             self._kept.append((hold, on_reuse))
             return
-        if fresh and hold.kind.value == planted.lose_references:
+        if not hold.ended and hold.kind.value == planted.lose_references:
             _log.warning("fault_lose_references", blocks=len(hold.block_ids))
             self._store.touch(hold.block_ids)
             self._lost.append(hold.block_ids)

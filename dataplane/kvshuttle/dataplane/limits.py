@@ -14,12 +14,14 @@ __all__ = [
     "EAGER_PIECE_BLOCKS",
     "EAGER_REMEMBERED",
     "EVENTS_BYTES",
+    "MAX_CLOSED_PUSHES",
     "MAX_EVENTS_A_MESSAGE",
     "MAX_MESSAGE_BYTES",
     "MAX_PAST_TURNS",
     "MAX_PENDING_EVENTS",
     "MAX_SOFT_REPLICAS",
     "MAX_TURNS",
+    "POLL_MAX_LANDING_NS",
     "POLL_MAX_READING_NS",
     "POLL_MAX_SERVING_NS",
     "POLL_MIN_NS",
@@ -27,8 +29,10 @@ __all__ = [
     "READ_STALL_NS",
     "RECONNECT_MAX_S",
     "RECONNECT_MIN_S",
+    "STOPPED_POLLING_NS",
     "UNHURRIED_EVENTS",
     "UNKNOWN_TURN_WAIT_NS",
+    "WRITE_STALL_NS",
 ]
 
 ASK_AGAIN_NS = 1 * NS
@@ -56,6 +60,20 @@ POLL_MIN_NS = 50_000
 
 POLL_MAX_READING_NS = 500_000
 """Longest interval while a READ of ours is posted; measured 2.4 to 4.4 GB/s at this rate."""
+
+POLL_MAX_LANDING_NS = 1_000_000
+"""Longest interval while a landing zone is written to: the writer computes for longer between two
+layers, so nothing but its notice waits for it."""
+
+WRITE_STALL_NS = 5 * NS
+"""As READ_STALL_NS: a layer of a chunk is some MB."""
+
+STOPPED_POLLING_NS = 10 * NS
+"""How long after a push's deadline a WRITE that does not end is asked after: its destination is
+dead then, and until that is attested nothing waits for the answer."""
+
+MAX_CLOSED_PUSHES = 4_096
+"""Ended pushes that a mover remembers, so that a step which was on its way posts nothing."""
 
 POLL_MAX_SERVING_NS = 4_000_000
 """Longest interval while a peer may read from us: adds at most this to its wire-up, and costs

@@ -7,12 +7,23 @@ import msgspec
 __all__ = [
     "Abandon",
     "AddPeer",
+    "Await",
     "DropPeer",
+    "ExtendPush",
     "ExtendRead",
     "FromMover",
+    "LandingEnded",
+    "LandingGivenUp",
     "MoverFailed",
     "PeerReady",
     "PeerRegion",
+    "Push",
+    "PushBlocks",
+    "PushChunk",
+    "PushChunkDone",
+    "PushEnded",
+    "PushFinish",
+    "PushStop",
     "Read",
     "ReadEnded",
     "ReadGivenUp",
@@ -21,6 +32,7 @@ __all__ = [
     "Serve",
     "Stop",
     "ToMover",
+    "Unawait",
     "Unserve",
     "Unserved",
     "decode_from_mover",
@@ -108,11 +120,103 @@ class Refuse(msgspec.Struct, tag=True, frozen=True):
     request_id: str
 
 
+class Await(msgspec.Struct, tag=True, frozen=True):
+    """A request's blocks are the landing zone of a push: progress NIXL, and listen for the notice
+    of this writer with this version."""
+
+    request_id: str
+    lease_id: str
+    version: int
+    worker_id: str
+    incarnation: int
+    local_block_ids: list[int]
+    deadline_ns: int
+
+
+class Unawait(msgspec.Struct, tag=True, frozen=True):
+    """Nobody writes into a landing zone any more. `quiet`: its request is not told, since a read
+    into the same blocks follows, and nothing is reported."""
+
+    lease_id: str
+    reason: str
+    quiet: bool = False
+
+
+class Push(msgspec.Struct, tag=True, frozen=True):
+    """The right to write into another's landing zone, of which chunks name parts."""
+
+    lease_id: str
+    version: int
+    worker_id: str
+    incarnation: int
+    remote_block_ids: list[int]
+    deadline_ns: int
+
+
+class PushChunk(msgspec.Struct, array_like=True, frozen=True):
+    """Whole blocks of one step: ``local_block_ids[i]`` goes to ``remote_block_ids[offset + i]``.
+
+    ``ready``: their KV was final before the step began; else it is final layer by layer.
+    """
+
+    lease_id: str
+    number: int
+    offset: int
+    local_block_ids: list[int]
+    ready: bool
+
+
+class PushBlocks(msgspec.Struct, tag=True, frozen=True):
+    """A chunk that no step computes: all of it is final."""
+
+    chunk: PushChunk
+
+
+class PushFinish(msgspec.Struct, tag=True, frozen=True):
+    """So many chunks are all that there is: say so to the destination once they are written."""
+
+    lease_id: str
+    chunks: int
+
+
+class ExtendPush(msgspec.Struct, tag=True, frozen=True):
+    """A push's lease was renewed."""
+
+    lease_id: str
+    deadline_ns: int
+
+
+class PushStop(msgspec.Struct, tag=True, frozen=True):
+    """Post nothing more under this lease, heard of or not; PushEnded follows when nothing is in
+    flight. ``anew``: also where it was said before."""
+
+    lease_id: str
+    reason: str
+    anew: bool = False
+
+
 class Stop(msgspec.Struct, tag=True, frozen=True):
     """The engine shuts down."""
 
 
-ToMover = AddPeer | DropPeer | Serve | Unserve | Read | ExtendRead | Abandon | Refuse | Stop
+ToMover = (
+    AddPeer
+    | DropPeer
+    | Serve
+    | Unserve
+    | Read
+    | ExtendRead
+    | Abandon
+    | Refuse
+    | Await
+    | Unawait
+    | Push
+    | PushBlocks
+    | PushFinish
+    | ExtendPush
+    | PushStop
+    | Stop
+)
 
 
 class PeerReady(msgspec.Struct, tag=True, frozen=True):
@@ -156,13 +260,64 @@ class Unserved(msgspec.Struct, tag=True, frozen=True):
     lease_id: str
 
 
+class LandingEnded(msgspec.Struct, tag=True, frozen=True):
+    """The writer has stopped, as far as this rank's memory goes.
+
+    ``published`` is what was reported to vLLM for this rank; bytes and time are the writer's.
+    """
+
+    request_id: str
+    lease_id: str
+    published: bool
+    reason: str
+    bytes_moved: int = 0
+    transfer_ns: int = 0
+
+
+class LandingGivenUp(msgspec.Struct, tag=True, frozen=True):
+    """vLLM was told that the load failed, but the writer may still write: LandingEnded comes when
+    it is known to have stopped."""
+
+    request_id: str
+    lease_id: str
+    reason: str
+
+
+class PushChunkDone(msgspec.Struct, tag=True, frozen=True):
+    """A chunk is written: its local blocks are read no more."""
+
+    lease_id: str
+    number: int
+
+
+class PushEnded(msgspec.Struct, tag=True, frozen=True):
+    """Nothing of this rank's is in flight under the lease, and nothing more will be posted."""
+
+    lease_id: str
+    written: bool
+    reason: str
+    bytes_moved: int = 0
+    transfer_ns: int = 0
+
+
 class MoverFailed(msgspec.Struct, tag=True, frozen=True):
     """The mover cannot go on."""
 
     error: str
 
 
-FromMover = PeerReady | ReadEnded | ReadGivenUp | ReaderDone | Unserved | MoverFailed
+FromMover = (
+    PeerReady
+    | ReadEnded
+    | ReadGivenUp
+    | ReaderDone
+    | Unserved
+    | LandingEnded
+    | LandingGivenUp
+    | PushChunkDone
+    | PushEnded
+    | MoverFailed
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _to_mover = msgspec.msgpack.Decoder(ToMover)

@@ -1,4 +1,4 @@
-"""The worker side: one thread a rank that owns NIXL, reads under leases and answers readers.
+"""The worker side: one thread a rank that owns NIXL, reads and writes under leases, and answers.
 
 It polls NIXL only while a lease of its own is open; otherwise it sleeps on its command socket, so
 an idle engine costs nothing. What it decides is in :mod:`kvshuttle.dataplane.transfers`.
@@ -7,10 +7,12 @@ an idle engine costs nothing. What it decides is in :mod:`kvshuttle.dataplane.tr
 from __future__ import annotations
 
 import contextlib
+import os
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -21,11 +23,13 @@ from kvshuttle.dataplane.clock import NS, Clock, boottime_ns
 from kvshuttle.dataplane.faults import Faults
 from kvshuttle.dataplane.folder import PrivateFolder
 from kvshuttle.dataplane.limits import (
+    POLL_MAX_LANDING_NS,
     POLL_MAX_READING_NS,
     POLL_MAX_SERVING_NS,
     POLL_MIN_NS,
 )
 from kvshuttle.dataplane.log import get_logger
+from kvshuttle.dataplane.push_steps import Fence, PushStep, region_ends
 from kvshuttle.dataplane.transfers import Results, Transfers
 from kvshuttle.dataplane.transport import LocalRegion, NixlTransport
 
@@ -71,6 +75,11 @@ class Mover:
         self._clock = clock
         self._results = Results()
         self._interval_ns = POLL_MIN_NS
+        # From vLLM's worker thread: the steps that have begun, and a word to look at them.
+        self._steps: deque[PushStep] = deque()
+        self._step: PushStep | None = None
+        self._layers = region_ends(regions)
+        self._nudge = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         # Private to this user: whoever can write here can make the engine move memory.
         self._folder = PrivateFolder()
         self._started: queue.SimpleQueue[MoverEndpoint | Exception] = queue.SimpleQueue()
@@ -91,6 +100,33 @@ class Mover:
     def take_results(self) -> tuple[set[str], set[str]]:
         """Requests whose load has ended since the last call, and those of them that failed."""
         return self._results.take()
+
+    # vLLM's worker thread. None of these waits: a system call of a microsecond, no more.
+
+    def begin_step(self, chunks: Sequence[m.PushChunk], before: Fence = None) -> None:
+        """A step begins that computes these chunks. `before`: see `PushStep`."""
+        self._step = PushStep(chunks, len(self._regions), before)
+        self._steps.append(self._step)
+        os.eventfd_write(self._nudge, 1)
+
+    @property
+    def stepping(self) -> bool:
+        """Whether the step that runs computes something to be written."""
+        return self._step is not None
+
+    def layer_final(self, layer: str, fence: Fence = None) -> None:
+        """A layer of the step that runs is filled."""
+        regions = self._layers.get(layer)
+        if self._step is not None and regions is not None:
+            self._step.layer_final(*regions, fence)
+            os.eventfd_write(self._nudge, 1)
+
+    def end_step(self, fence: Fence = None) -> None:
+        """All of the step is filled."""
+        if self._step is not None:
+            self._step.all_final(fence)
+            self._step = None
+            os.eventfd_write(self._nudge, 1)
 
     def shutdown(self) -> None:
         """Removes the sockets; the thread is a daemon and ends with the process."""
@@ -129,6 +165,9 @@ class Mover:
         self._started.put(
             MoverEndpoint(self._rank, self._name, metadata, tuple(self._regions), commands, events)
         )
+        self._poller = zmq.Poller()
+        self._poller.register(self._commands, zmq.POLLIN)
+        self._poller.register(self._nudge, zmq.POLLIN)
         try:
             self._loop()
         except Exception as error:
@@ -148,14 +187,16 @@ class Mover:
     def _wait(self) -> bool:
         """Sleeps until a command or the next poll is due, and obeys commands. False: stop."""
         if not self._transfers.busy:
-            self._commands.poll()
+            self._poller.poll()
         elif self._interval_ns >= 1_000_000:
-            self._commands.poll(self._interval_ns // 1_000_000)
+            self._poller.poll(self._interval_ns // 1_000_000)
         else:
             time.sleep(self._interval_ns / NS)
-        waited_for = self._transfers.waited_for
-        limit = POLL_MAX_READING_NS if waited_for else POLL_MAX_SERVING_NS
-        self._interval_ns = min(self._interval_ns * 3 // 2, limit)
+        self._interval_ns = min(self._interval_ns * 3 // 2, self._slowest())
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._nudge)
+        while self._steps:
+            self._transfers.begin_step(self._steps.popleft())
         while True:
             try:
                 data = self._commands.recv(zmq.NOBLOCK)
@@ -167,6 +208,11 @@ class Mover:
                 return False
             if message is not None:
                 self._transfers.obey(message)
+
+    def _slowest(self) -> int:
+        if self._transfers.waited_for:
+            return POLL_MAX_READING_NS
+        return POLL_MAX_LANDING_NS if self._transfers.written_to else POLL_MAX_SERVING_NS
 
     def _refuse_from_now_on(self) -> None:
         """Answers every order with no, without NIXL: the scheduler side must not wait for ever."""

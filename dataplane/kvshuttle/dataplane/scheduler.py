@@ -21,8 +21,10 @@ from kvshuttle.dataplane.eager import EagerSide
 from kvshuttle.dataplane.holds import BlockStore, HoldTable
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.outbox import Outbox
+from kvshuttle.dataplane.push_landing import LandingSide
+from kvshuttle.dataplane.push_source import PushSide, RequestView
 from kvshuttle.dataplane.source import SourceSide
-from kvshuttle.dataplane.turns import LegKey, TurnBook, TurnLeg
+from kvshuttle.dataplane.turns import LegKey, PushHope, TurnBook, TurnLeg
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import cluster_service_pb2 as cluster_pb2
 from kvshuttle.v1 import types_pb2
@@ -127,8 +129,20 @@ class SchedulerAgent:
         self.eager = EagerSide(
             store, self._holds, self.source, self.counters, outbox, clock, block_size, peers={}
         )
+        self.landings = LandingSide(self._holds, self.counters, outbox, clock, block_size)
         self.destination = DestinationSide(
-            store, self._holds, self._turns, self.counters, outbox, clock, block_size, self.eager
+            store,
+            self._holds,
+            self._turns,
+            self.counters,
+            outbox,
+            clock,
+            block_size,
+            self.eager,
+            self.landings,
+        )
+        self.push = PushSide(
+            self._holds, self._turns, self.source, outbox, clock, block_size, self.eager.peers
         )
         self._inbox: deque[InboxItem] = deque()
         self._obeying = threading.Lock()
@@ -136,6 +150,8 @@ class SchedulerAgent:
         self._highest_epoch = 0
         self._seen_epoch = 0
         self._lineage = ""
+        # Every number that this boot has had, oldest first.
+        self._incarnations: list[int] = []
         self._fenced = False
         self._times: dict[str, _LegTimes] = {}
 
@@ -167,6 +183,11 @@ class SchedulerAgent:
         return self._lineage
 
     @property
+    def incarnations(self) -> list[int]:
+        """Every number that this boot has had; any thread."""
+        return list(self._incarnations)
+
+    @property
     def fenced(self) -> bool:
         """Whether this boot has been declared dead; any thread."""
         return self._fenced
@@ -182,7 +203,9 @@ class SchedulerAgent:
             quarantined_blocks=self._holds.quarantined_blocks,
             running_requests=running,
             waiting_requests=waiting,
-            open_leases=self.source.lease_count + self.destination.grant_count,
+            open_leases=self.source.lease_count
+            + self.destination.grant_count
+            + len(self.push.open_leases),
         )
 
     # Hooks of vLLM's scheduler.
@@ -216,10 +239,17 @@ class SchedulerAgent:
         return self.destination.look(request_id, key, hashes, num_tokens, num_computed)
 
     def allocated(
-        self, request_id: str, key: LegKey, block_ids: Sequence[int], num_external: int
+        self,
+        request_id: str,
+        key: LegKey,
+        block_ids: Sequence[int],
+        num_external: int,
+        view: RequestView | None = None,
     ) -> None:
         """vLLM has allocated blocks for a request of a turn; again when its load has ended."""
         self.destination.allocated(request_id, key, block_ids, num_external)
+        if view is not None:
+            self.push.running(request_id, key, view)
         times = self._times.get(request_id)
         if times is not None:
             times.admitted_ns = self._clock()
@@ -230,6 +260,9 @@ class SchedulerAgent:
         written = self.destination.blocks_written(request.request_id)
         loaded = self.destination.request_gone(request.request_id, key)
         times = self._times.pop(request.request_id, None)
+        pushed = self.push.finished(
+            request.request_id, key, request.block_ids[:written], aborted=request.aborted
+        )
         leg = self._turns.find(key)
         if leg is None and key[1] == types_pb2.LEG_DECODE:
             leg = self._turns.find_past(key)
@@ -237,8 +270,8 @@ class SchedulerAgent:
             return
         if not request.aborted and times is not None:
             self._leg_computed(leg, request, times, loaded)
-        # A prefill that was aborted leaves nothing that anybody waits for.
-        if request.aborted and leg.leg == types_pb2.LEG_PREFILL:
+        # A prefill that was aborted, or that is pushed, leaves nothing that anybody waits for.
+        if pushed or (request.aborted and leg.leg == types_pb2.LEG_PREFILL):
             return
         self.source.offer(leg, request.hashes[:written], request.block_ids[:written])
 
@@ -262,6 +295,21 @@ class SchedulerAgent:
                 lease_id=lease.lease_id, version=lease.version, is_source=True
             )
             entry.remaining.FromNanoseconds(max(0, lease.deadline_ns - now))
+            leases.append(entry)
+        for lease_id, version, deadline in self.push.open_leases:
+            entry = agent_pb2.AgentLease(
+                lease_id=lease_id, version=version, is_source=True, transferring=True
+            )
+            entry.remaining.FromNanoseconds(max(0, deadline - now))
+            leases.append(entry)
+        for landing in self.landings.held:
+            worker_id, incarnation = landing.hope.peer
+            entry = agent_pb2.AgentLease(
+                lease_id=landing.grant.lease_id,
+                version=landing.grant.version,
+                writer=types_pb2.WorkerRef(worker_id=worker_id, incarnation=incarnation),
+            )
+            entry.remaining.FromNanoseconds(max(0, landing.grant.deadline_ns - now))
             leases.append(entry)
         for grant in self.destination.open_grants:
             entry = agent_pb2.AgentLease(
@@ -295,7 +343,11 @@ class SchedulerAgent:
             # A return that nobody waits for must not stop the engine.
             _log.exception("eager_failed")
             self.counters.fallback("AGENT_ERROR")
-        times = [self.source.next_deadline(), self.destination.next_deadline()]
+        times = [
+            self.source.next_deadline(),
+            self.destination.next_deadline(),
+            self.push.next_deadline(),
+        ]
         return min((t for t in times if t is not None), default=None)
 
     # Inside.
@@ -316,6 +368,8 @@ class SchedulerAgent:
                     epoch=item.epoch,
                     lineage=self._lineage,
                 )
+                if item.welcome.incarnation not in self._incarnations:
+                    self._incarnations.append(item.welcome.incarnation)
                 self.source.drift_ppm = item.welcome.clock_drift_ppm
                 self.source.checkpoint_interval = item.welcome.checkpoint_interval
                 self.destination.checkpoint_interval = item.welcome.checkpoint_interval
@@ -327,6 +381,7 @@ class SchedulerAgent:
                 now = self._clock()
                 self.source.expire(now)
                 self.destination.expire(now)
+                self.push.expire(now)
             case m.ReadEnded():
                 if not self.eager.read_ended(item):
                     self.destination.read_ended(item)
@@ -338,9 +393,18 @@ class SchedulerAgent:
                 self.source.unserved(item.lease_id)
             case m.PeerReady():
                 self.destination.peer_ready((item.worker_id, item.incarnation), item.error)
+            case m.LandingEnded():
+                self.landings.ended(item)
+            case m.LandingGivenUp():
+                self.landings.given_up(item)
+            case m.PushChunkDone():
+                self.push.chunk_done(item)
+            case m.PushEnded():
+                self.push.ended(item)
             case m.MoverFailed():
                 _log.error("mover_failed", error=item.error)
                 self.counters.fallback("MOVER_FAILED")
+                self.push.mover_failed()
 
     def _obey_batch(self, batch: CommandBatch) -> None:
         # What a closed stream or an older term had queued is not obeyed any more.
@@ -372,18 +436,32 @@ class SchedulerAgent:
             case "harden":
                 self.source.harden(command.harden)
             case "grant":
-                side = self.eager if command.grant.eager else self.destination
-                side.grant(command.grant)
+                self._grant(command.grant)
             case "extend":
-                (self.source if command.extend.is_source else self.destination).extend(
-                    command.extend
-                )
+                extend = command.extend
+                if not extend.is_source:
+                    self.destination.extend(extend)
+                elif not self.push.extend(extend):
+                    self.source.extend(extend)
             case "extend_leases":
                 many = command.extend_leases
-                (self.source if many.is_source else self.destination).extend_many(many)
+                if many.is_source:
+                    self.source.extend_many(many, self.push.extend_many(many))
+                else:
+                    self.destination.extend_many(many)
             case "revoke":
                 revoke = command.revoke
-                self.destination.revoke(revoke.lease_id, revoke.reason, revoke.turn_token)
+                if revoke.is_source:
+                    self.push.revoke(revoke.lease_id, revoke.reason)
+                else:
+                    self.destination.revoke(revoke.lease_id, revoke.reason, revoke.turn_token)
+            case "landing_granted":
+                self.landings.granted(command.landing_granted.lease_id)
+            case "writer_stopped":
+                over = command.writer_stopped
+                self.destination.writer_stopped(
+                    over.lease_id, over.reason, pull_follows=over.pull_follows
+                )
             case "reader_stopped":
                 self.source.reader_stopped(command.reader_stopped.lease_id)
             case "release_replica":
@@ -406,6 +484,7 @@ class SchedulerAgent:
                 self._out.order(m.DropPeer(*key))
                 self.destination.peer_fenced(key)
                 self.source.fence(key)
+                self.push.peer_fenced(key)
             case "drain":
                 self.source.draining = not command.drain.undo
             case "fenced":
@@ -413,6 +492,14 @@ class SchedulerAgent:
                 _log.error("fenced", reason=command.fenced.reason)
             case unknown:
                 _log.warning("unknown_command", command=str(unknown))
+
+    def _grant(self, grant: agent_pb2.Grant) -> None:
+        if grant.push:
+            self.push.grant(grant)
+        elif grant.eager:
+            self.eager.grant(grant)
+        else:
+            self.destination.grant(grant)
 
     def _expect(self, expect: agent_pb2.ExpectTurn) -> None:
         self._turns.expect(
@@ -429,6 +516,7 @@ class SchedulerAgent:
                 min_tokens=expect.min_tokens,
                 replica_blocks=expect.replica_blocks,
                 may_ask=expect.may_ask,
+                push=_push_hope(expect.push) if expect.HasField("push") else None,
             )
         )
 
@@ -465,3 +553,13 @@ class SchedulerAgent:
             # It generates one token, so its end is the end of the prompt's computation.
             event.compute_time.FromNanoseconds(max(0, self._clock() - times.admitted_ns))
         self._out.emit(agent_pb2.AgentEvent(leg_computed=event))
+
+
+def _push_hope(plan: agent_pb2.PushPlan) -> PushHope:
+    return PushHope(
+        lease_id=plan.lease_id,
+        version=plan.version,
+        peer=(plan.peer.worker_id, plan.peer.incarnation),
+        ttl_ns=plan.ttl.ToNanoseconds(),
+        number=(plan.lease_epoch, plan.lease_seq),
+    )

@@ -7,7 +7,7 @@ has passed; nothing else ends it: not a revoke, not a session's end, not a lost 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvshuttle.dataplane import journal
@@ -219,6 +219,16 @@ class SourceSide:
         replicas = list(self._replicas.values())
         return [self._describe(r, "", types_pb2.LEG_UNSPECIFIED) for r in replicas]
 
+    def blocks_of(
+        self, tenant: str, session_id: str, start: int, hashes: Sequence[bytes]
+    ) -> list[int]:
+        """Where these blocks of a session's chain lie in a held replica; empty if in none."""
+        end = start + len(hashes)
+        for replica in self._of_session(tenant, session_id):
+            if replica.hold is not None and list(replica.hashes[start:end]) == list(hashes):
+                return list(replica.hold.block_ids[start:end])
+        return []
+
     # Leases.
 
     def harden(self, command: agent_pb2.Harden) -> None:
@@ -301,15 +311,16 @@ class SourceSide:
             )
         )
 
-    def extend_many(self, command: agent_pb2.ExtendLeases) -> None:
-        """Holds longer, and says what it does not hold any more."""
+    def extend_many(self, command: agent_pb2.ExtendLeases, elsewhere: Collection[int] = ()) -> None:
+        """Holds longer, and says what it does not hold any more; `elsewhere` is what another side
+        of this agent has."""
         deadline = source_deadline(
             self._clock(),
             command.ttl.ToNanoseconds(),
             command.guard.ToNanoseconds(),
             self.drift_ppm,
         )
-        missing = dict.fromkeys(command.lease_seqs)
+        missing = dict.fromkeys(seq for seq in command.lease_seqs if seq not in elsewhere)
         for lease in self._leases.values():
             epoch, seq = lease.number
             if epoch != command.lease_epoch or seq not in missing or lease.closing:

@@ -29,7 +29,9 @@ from kvshuttle.dataplane.limits import (
     READ_STALL_NS,
 )
 from kvshuttle.dataplane.log import get_logger
-from kvshuttle.dataplane.transport import LocalRegion, ReadHandle, TransportError
+from kvshuttle.dataplane.push_steps import PushStep
+from kvshuttle.dataplane.push_transfers import GONE, PUSHED, Pushes
+from kvshuttle.dataplane.transport import BlockList, LocalRegion, ReadHandle, TransportError
 
 __all__ = ["Results", "Transfers", "Transport"]
 
@@ -56,14 +58,25 @@ class Transport(Protocol):
     ) -> ReadHandle:
         """Posts a READ of whole blocks, with a notice to the peer at its completion."""
 
+    def prepare(self, agent_name: str, blocks: Sequence[int]) -> BlockList:
+        """Prepares descriptors of a peer's blocks, or of our own, for `post_write`."""
+
+    def post_write(
+        self, local: BlockList, remote: BlockList, offset: int, regions: range
+    ) -> ReadHandle:
+        """Posts a WRITE of whole blocks of some regions."""
+
+    def drop_list(self, blocks: BlockList) -> None:
+        """Lets prepared descriptors go."""
+
     def state(self, handle: ReadHandle) -> str:
         """``PROC``, ``DONE`` or ``ERR``."""
 
     def bytes_moved(self, handle: ReadHandle) -> int:
-        """Bytes of a completed READ."""
+        """Bytes of a completed READ or WRITE."""
 
     def release(self, handle: ReadHandle) -> bool:
-        """Lets go of a READ; False: it may still write."""
+        """Lets go of a READ or WRITE; False: it may still write."""
 
     def notify(self, agent_name: str, message: bytes) -> None:
         """Sends a notice."""
@@ -139,16 +152,24 @@ class Transfers:
         self._serving: dict[str, int] = {}
         self._peers: dict[tuple[str, int], str] = {}
         self._linger_until = 0
+        self.pushes = Pushes(transport, regions, results, send, faults, clock, self._peers)
 
     @property
     def busy(self) -> bool:
         """Whether NIXL has to be polled."""
-        return bool(self._reads or self._serving) or self._clock() < self._linger_until
+        if self._reads or self._serving or self.pushes.busy:
+            return True
+        return self._clock() < max(self._linger_until, self.pushes.linger_until)
 
     @property
     def waited_for(self) -> bool:
-        """Whether a request waits for one of the reads."""
-        return any(not state.given_up for state in self._reads.values())
+        """Whether a request waits for one of the reads, or a WRITE is in flight."""
+        return self.pushes.writing or any(not state.given_up for state in self._reads.values())
+
+    @property
+    def written_to(self) -> bool:
+        """Whether a request waits for a landing zone."""
+        return self.pushes.written_to
 
     def reading(self, request_id: str) -> bool:
         """Whether this read's bytes are still awaited: posted, not complete, not given up."""
@@ -166,7 +187,11 @@ class Transfers:
             # polling should its message be late.
             if now > deadline + NS:
                 del self._serving[lease_id]
-        return moved
+        return self.pushes.poll() or moved
+
+    def begin_step(self, step: PushStep) -> None:
+        """A step of the engine that computes chunks of pushes."""
+        self.pushes.step(step)
 
     def obey(self, message: m.ToMover) -> None:
         """One order of the scheduler side."""
@@ -179,10 +204,14 @@ class Transfers:
                 self._serving.pop(message.lease_id, None)
                 self._send(m.Unserved(message.lease_id))
             case m.Abandon():
+                if self.pushes.abandon(message.request_id, message.reason):
+                    return
                 state = self._reads.get(message.request_id)
                 if state is not None:
                     self._give_up(state, message.reason)
             case m.ExtendRead():
+                if self.pushes.extend_landing(message.request_id, message.deadline_ns):
+                    return
                 state = self._reads.get(message.request_id)
                 if state is not None:
                     state.deadline_ns = max(state.deadline_ns, message.deadline_ns)
@@ -192,6 +221,27 @@ class Transfers:
                 self._add_peer(message)
             case m.DropPeer():
                 self._drop_peer(message)
+            case _:
+                self._obey_push(message)
+
+    def _obey_push(self, message: m.ToMover) -> None:
+        match message:
+            case m.Await():
+                self.pushes.wait_for(message)
+            case m.Unawait():
+                self.pushes.unawait(message)
+            case m.Push():
+                self.pushes.push(message)
+            case m.PushBlocks():
+                self.pushes.blocks(message.chunk)
+            case m.PushFinish():
+                self.pushes.finish(message)
+            case m.ExtendPush():
+                self.pushes.extend(message)
+            case m.PushStop():
+                self.pushes.stop(message)
+            case _:
+                pass
 
     def fail_everything(self) -> None:
         """NIXL cannot be used any more, and no request may hang for that.
@@ -207,11 +257,13 @@ class Transfers:
             self._tell_engine(state.order, failed=True)
             if not state.order.attended:
                 self._send(m.ReadGivenUp(state.order.request_id, _FAILED))
+        self.pushes.fail_everything(_FAILED)
         for worker_id, incarnation in self._peers:
             self._send(m.PeerReady(worker_id, incarnation, _FAILED))
 
     def refuse(self, message: m.ToMover) -> None:
         """One order of the scheduler side, after :meth:`fail_everything`."""
+        self.pushes.refuse(message, _FAILED)
         match message:
             case m.Read():
                 self._tell_engine(message, failed=True)
@@ -256,6 +308,7 @@ class Transfers:
             if state.order.request_id in self._reads:
                 self._transport.release(state.handle)
                 self._end(state, published=False, reason=state.given_up)
+        self.pushes.drop_peer(message.worker_id, message.incarnation)
         with contextlib.suppress(TransportError):
             self._transport.drop_peer(name)
 
@@ -420,4 +473,6 @@ class Transfers:
                 self._linger_until = max(self._linger_until, self._clock() + NS // 5)
             elif kind in (_YES, _NO):
                 self._answered(lease_id, peer, kind == _YES)
+            elif kind in (PUSHED, GONE):
+                self.pushes.notice(peer, kind, rest)
         return bool(received)

@@ -1,7 +1,8 @@
-"""NIXL, as far as kvshuttle uses it: one agent a rank, READs, notices. One thread owns it."""
+"""NIXL, as far as kvshuttle uses it: one agent a rank, READs, WRITEs and notices, one owner."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,14 @@ import numpy.typing as npt
 
 from kvshuttle.dataplane.messages import PeerRegion
 
-__all__ = ["LocalRegion", "NixlTransport", "ReadHandle", "TransportError", "merge_runs"]
+__all__ = [
+    "BlockList",
+    "LocalRegion",
+    "NixlTransport",
+    "ReadHandle",
+    "TransportError",
+    "merge_runs",
+]
 
 
 class TransportError(RuntimeError):
@@ -32,10 +40,20 @@ class LocalRegion:
 
 @dataclass(eq=False)
 class ReadHandle:
-    """A posted READ."""
+    """A posted READ or WRITE."""
 
     raw: Any
     expected_bytes: int
+
+
+@dataclass(eq=False)
+class BlockList:
+    """Blocks of one side whose descriptors are prepared, all regions: block i of region r is
+    ``r * size + i``. Many transfers use it."""
+
+    raw: Any
+    size: int
+    agent_name: str
 
 
 def merge_runs(
@@ -170,6 +188,68 @@ class NixlTransport:
         except Exception as error:
             raise TransportError(f"peer {agent_name}: {error}") from error
         return handle
+
+    def prepare(self, agent_name: str, blocks: Sequence[int]) -> BlockList:
+        """Descriptors of a peer's blocks, or of our own (no name), for `post_write`.
+
+        Raises :class:`TransportError` when NIXL refuses.
+        """
+        try:
+            regions: Sequence[LocalRegion | PeerRegion] = (
+                self._peers[agent_name] if agent_name else self._regions
+            )
+        except KeyError:
+            raise TransportError(f"peer {agent_name} is not connected") from None
+        first = np.asarray(blocks, dtype=np.int64)
+        one = np.ones(len(first), dtype=np.int64)
+        rows = np.concatenate(
+            [_rows(r.base, first, one, r.block_bytes, r.device_id) for r in regions]
+        )
+        try:
+            raw = self._agent.prep_xfer_dlist(
+                agent_name or "NIXL_INIT_AGENT",
+                self._agent.get_xfer_descs(rows, regions[0].memory_type),
+                backends=[self.backend],
+            )
+        except Exception as error:
+            raise TransportError(f"peer {agent_name}: {error}") from error
+        return BlockList(raw, len(first), agent_name)
+
+    def post_write(
+        self, local: BlockList, remote: BlockList, offset: int, regions: range
+    ) -> ReadHandle:
+        """Posts a WRITE of all of `local` to `remote` from position `offset` on, of these regions.
+        Blocks that are neighbours on both sides go as one descriptor (NIXL merges them).
+
+        Raises :class:`TransportError` when NIXL refuses.
+        """
+        count = local.size
+        steps = np.asarray(regions, dtype=np.int32)[:, None]
+        blocks = np.arange(count, dtype=np.int32)[None, :]
+        try:
+            raw = self._agent.make_prepped_xfer(
+                "WRITE",
+                local.raw,
+                (steps * count + blocks).ravel(),
+                remote.raw,
+                (steps * remote.size + offset + blocks).ravel(),
+                b"",
+                backends=[self.backend],
+            )
+            handle = ReadHandle(raw, sum(self._regions[r].block_bytes for r in regions) * count)
+            if self._agent.transfer(raw) == "ERR":
+                raise TransportError(f"peer {remote.agent_name}: WRITE was refused")
+        except TransportError:
+            raise
+        except Exception as error:
+            raise TransportError(f"peer {remote.agent_name}: {error}") from error
+        return handle
+
+    def drop_list(self, blocks: BlockList) -> None:
+        """Lets prepared descriptors go; transfers that use them have ended."""
+        # A list of a peer that NIXL has dropped is gone already.
+        with contextlib.suppress(Exception):
+            self._agent.release_dlist_handle(blocks.raw)
 
     def state(self, handle: ReadHandle) -> str:
         """``PROC``, ``DONE`` or ``ERR``; asking drives progress."""

@@ -10,7 +10,7 @@ from typing import Any
 from kvshuttle.dataplane.limits import MAX_PAST_TURNS, MAX_TURNS
 from kvshuttle.v1 import types_pb2
 
-__all__ = ["PARAMS_KEY", "LegKey", "TurnBook", "TurnLeg", "leg_of_params"]
+__all__ = ["PARAMS_KEY", "LegKey", "PushHope", "TurnBook", "TurnLeg", "leg_of_params"]
 
 PARAMS_KEY = "kvshuttle"
 """Key in ``kv_transfer_params`` under which the gateway puts the token and the leg."""
@@ -33,6 +33,17 @@ def leg_of_params(params: Mapping[str, Any] | None) -> LegKey | None:
     if not isinstance(token, str) or not token or len(token) > 256 or leg is None:
         return None
     return token, leg
+
+
+@dataclass(frozen=True)
+class PushHope:
+    """The turn's forward KV may be pushed under this lease; `peer` runs the other leg."""
+
+    lease_id: str
+    version: int
+    peer: tuple[str, int]
+    ttl_ns: int
+    number: tuple[int, int]
 
 
 @dataclass
@@ -59,6 +70,11 @@ class TurnLeg:
     claimed_by: str = ""
     # Set once the leg's request has been admitted without a load, or its load has begun.
     settled: bool = False
+    # While the leg may offer a landing zone, or be granted one to write to.
+    push: PushHope | None = None
+    # Of a leg that may push: its request, once that runs, and whether it has ended.
+    push_request: str = ""
+    ended: bool = False
 
     @property
     def hopes(self) -> bool:
@@ -109,6 +125,14 @@ class TurnBook:
         for leg in self._legs.values():
             if leg.lease_id == lease_id and leg.hopes:
                 leg.refused = reason
+
+    def push_over(self, lease_id: str, reason: str, *, pull_follows: bool) -> None:
+        """A push is over before its landing zone was offered."""
+        for leg in self._legs.values():
+            if leg.push is not None and leg.push.lease_id == lease_id:
+                leg.push = None
+                if not pull_follows and leg.hopes:
+                    leg.refused = reason
 
     def __len__(self) -> int:
         return len(self._legs)

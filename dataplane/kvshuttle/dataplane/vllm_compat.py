@@ -48,6 +48,8 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvshuttle.dataplane import journal
+from kvshuttle.dataplane.push_source import Scheduled
+from kvshuttle.dataplane.push_steps import Fence
 from kvshuttle.dataplane.scheduler import FinishedRequest
 from kvshuttle.dataplane.transport import LocalRegion
 
@@ -63,17 +65,20 @@ __all__ = [
     "KVConnectorTransferResults",
     "Pool",
     "Request",
+    "RunningRequest",
     "SchedulerOutput",
     "SupportsHMA",
     "UnsupportedError",
     "VllmConfig",
     "check_supported",
     "device_binder",
+    "device_fence",
     "engine_probe",
     "fingerprint",
     "finished_state",
     "kv_regions",
     "rank_of",
+    "scheduled",
     "vllm_version",
 ]
 
@@ -276,7 +281,62 @@ def finished_state(request: Request, block_ids: Sequence[int], block_size: int) 
     )
 
 
+class RunningRequest:
+    """A :class:`kvshuttle.dataplane.push_source.RequestView` of vLLM's request."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+
+    def hashes(self) -> Sequence[bytes]:
+        """Hashes of its full blocks."""
+        return list(self._request.block_hashes)
+
+    def preemptions(self) -> int:
+        """How often its blocks were taken."""
+        return int(self._request.num_preemptions)
+
+
+def scheduled(output: SchedulerOutput, wanted: Callable[[str], bool]) -> list[Scheduled]:
+    """Of the step's requests, those that are wanted."""
+    found = [
+        (new.req_id, new.num_computed_tokens)
+        for new in output.scheduled_new_reqs
+        if wanted(new.req_id)
+    ]
+    cached = output.scheduled_cached_reqs
+    found += [
+        (request_id, computed)
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True)
+        if wanted(request_id)
+    ]
+    if not found:
+        return []
+    state = output.kv_connector_block_state
+    assert state is not None  # vLLM sets it for connectors
+    result = []
+    for request_id, computed in found:
+        block_ids = state.get_block_ids(request_id)
+        if block_ids is not None:
+            tokens = int(output.num_scheduled_tokens.get(request_id, 0))
+            result.append(Scheduled(request_id, int(computed), tokens, block_ids[0]))
+    return result
+
+
 # The worker side.
+
+
+def device_fence(caches: dict[str, torch.Tensor]) -> Callable[[], Fence]:
+    """Makes a mark on the device's queue: what was queued before has run when the mark says so.
+    Nothing on a CPU, where a layer's hook comes after its computation."""
+    if next(iter(caches.values())).device.type == "cpu":
+        return lambda: None
+
+    def mark() -> Fence:
+        event = torch.cuda.Event()
+        event.record()
+        return lambda: bool(event.query())
+
+    return mark
 
 
 def kv_regions(caches: dict[str, torch.Tensor], num_blocks: int) -> list[LocalRegion]:

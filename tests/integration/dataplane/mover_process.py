@@ -2,8 +2,9 @@
 
 Run as ``python -m tests.integration.dataplane.mover_process``. Speaks JSON lines on its standard
 streams: prints its endpoint first, then obeys ``{"order": <base64 msgpack>}``,
-``{"fill": [block, value]}``, ``{"peek": block}``, ``{"results": true}`` and
-``{"events": seconds}``.
+``{"fill": [block, value]}``, ``{"peek": block}``, ``{"results": true}``,
+``{"events": seconds}``, and as vLLM's worker thread would ``{"step": <base64 msgpack>}``,
+``{"layer": number}`` and ``{"step_over": true}``.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import json
 import sys
 from typing import Any
 
+import msgspec
 import numpy as np
 import zmq
 
@@ -73,6 +75,18 @@ def main() -> None:
             say("ok")
         elif "peek" in command:
             say([int(a[command["peek"]].sum()) for a in memory])
+        elif "step" in command:
+            chunks = msgspec.msgpack.decode(
+                base64.b64decode(command["step"]), type=list[m.PushChunk]
+            )
+            mover.begin_step(chunks)
+            say("ok")
+        elif "layer" in command:
+            mover.layer_final(f"layer{command['layer']}")
+            say("ok")
+        elif "step_over" in command:
+            mover.end_step()
+            say("ok")
         elif "results" in command:
             finished, failed = mover.take_results()
             say([sorted(finished), sorted(failed)])

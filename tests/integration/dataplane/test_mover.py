@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvshuttle.dataplane import messages as m
@@ -69,6 +70,13 @@ class Far:
             if event is not None and event[0] == kind:
                 return dict(event[1])
         raise AssertionError(f"no {kind} within {seconds} s")
+
+    def event_of(self, kind: str, lease: str) -> dict[str, Any]:
+        """As `event`, of this lease: processes are shared, and say more than one test hears."""
+        while True:
+            found = self.event(kind)
+            if found["lease_id"] == lease:
+                return found
 
     def results(self, seconds: float = 20) -> tuple[list[str], list[str]]:
         end = time.monotonic() + seconds
@@ -337,3 +345,126 @@ def test_a_mover_that_fails_lets_nobody_wait(source: Far, lease: str) -> None:
         assert broken.results() == (["refused"], ["refused"])
         broken.order(m.DropPeer(*source.worker))
         assert broken.event("ReadEnded")["lease_id"] == lease
+
+
+# Pushes: here `source` writes into a landing zone of `reader`'s.
+
+
+def step(far: Far, *chunks: m.PushChunk) -> None:
+    """A step of the engine begins in this process."""
+    far.ask(step=base64.b64encode(msgspec.msgpack.encode(list(chunks))).decode())
+
+
+def landing(source: Far, lease: str, blocks: list[int], until: int | None = None) -> m.Await:
+    return m.Await(f"req-{lease}", lease, 5, *source.worker, blocks, until or deadline())
+
+
+def push(reader: Far, lease: str, blocks: list[int], until: int | None = None) -> m.Push:
+    return m.Push(lease, 5, *reader.worker, blocks, until or deadline())
+
+
+def layers(value: int) -> list[int]:
+    return [(value + layer) * BLOCK_BYTES for layer in range(LAYERS)]
+
+
+def test_a_push_moves_each_layer_as_it_is_filled(source: Far, reader: Far, lease: str) -> None:
+    here, there = [30, 31, 33], [50, 51, 52]
+    for block in (*here, 34):
+        source.ask(fill=[block, block])
+    reader.order(landing(source, lease, there))
+    source.order(push(reader, lease, there))
+    step(source, m.PushChunk(lease, 0, 0, here, False))
+    for layer in range(LAYERS):
+        # One layer more, and no other.
+        assert reader.ask(peek=52)[layer:] == [0] * (LAYERS - layer)
+        source.ask(layer=layer)
+        end = time.monotonic() + 20
+        while reader.ask(peek=52)[layer] == 0:
+            assert time.monotonic() < end, "the layer was not written"
+    assert reader.ask(results=True) == [[], []]  # nobody has said that this was all
+    source.ask(step_over=True)
+    source.order(m.PushFinish(lease, 1))
+    assert source.event_of("PushChunkDone", lease)["number"] == 0
+    ended = source.event_of("PushEnded", lease)
+    assert ended["written"]
+    assert ended["bytes_moved"] == 3 * LAYERS * BLOCK_BYTES
+    assert reader.results() == ([f"req-{lease}"], [])
+    landed = reader.event_of("LandingEnded", lease)
+    assert landed["published"]
+    assert landed["bytes_moved"] == 3 * LAYERS * BLOCK_BYTES
+    for mine, its in zip(there, here, strict=True):
+        assert reader.ask(peek=mine) == layers(its)
+    assert reader.ask(peek=53) == [0] * LAYERS
+
+
+def test_chunks_of_two_steps_and_what_was_there_before(
+    source: Far, reader: Far, lease: str
+) -> None:
+    for block in range(40, 46):
+        source.ask(fill=[block, block])
+    there = list(range(54, 60))
+    reader.order(landing(source, lease, there))
+    source.order(push(reader, lease, there))
+    step(
+        source,
+        m.PushChunk(lease, 0, 0, [40, 41], True),
+        m.PushChunk(lease, 1, 2, [42], False),
+    )
+    source.ask(step_over=True)
+    step(source, m.PushChunk(lease, 2, 3, [45, 44, 43], False))
+    source.order(m.PushFinish(lease, 3))
+    source.ask(step_over=True)
+    assert reader.results() == ([f"req-{lease}"], [])
+    for mine, its in zip(there, (40, 41, 42, 45, 44, 43), strict=True):
+        assert reader.ask(peek=mine) == layers(its)
+
+
+def test_a_push_of_what_is_there_already(source: Far, reader: Far, lease: str) -> None:
+    source.ask(fill=[47, 47])
+    reader.order(landing(source, lease, [61]))
+    source.order(push(reader, lease, [61]))
+    source.order(m.PushBlocks(m.PushChunk(lease, 0, 0, [47], True)))
+    source.order(m.PushFinish(lease, 1))
+    assert reader.results() == ([f"req-{lease}"], [])
+    assert reader.ask(peek=61) == layers(47)
+
+
+def test_a_push_that_is_stopped_says_so_to_its_landing_zone(
+    source: Far, reader: Far, lease: str
+) -> None:
+    reader.order(landing(source, lease, [62]))
+    source.order(push(reader, lease, [62]))
+    step(source, m.PushChunk(lease, 0, 0, [48], False))
+    source.order(m.PushStop(lease, "PREEMPTED"))
+    assert reader.results() == ([f"req-{lease}"], [f"req-{lease}"])
+    ended = reader.event_of("LandingEnded", lease)
+    assert (ended["published"], ended["reason"]) == (False, "PREEMPTED")
+    source.ask(step_over=True)
+    stopped = source.event_of("PushEnded", lease)
+    assert (stopped["written"], stopped["reason"]) == (False, "PREEMPTED")
+
+
+def test_a_landing_zone_gives_up_at_its_deadline_and_hears_the_writer_later(
+    source: Far, reader: Far, lease: str
+) -> None:
+    reader.order(landing(source, lease, [63], deadline(0.3)))
+    source.order(push(reader, lease, [63]))
+    assert reader.results() == ([f"req-{lease}"], [f"req-{lease}"])
+    assert reader.event_of("LandingGivenUp", lease)["reason"] == "LATE"
+    source.order(m.PushStop(lease, "REVOKED"))
+    assert reader.event_of("LandingEnded", lease)["reason"] == "REVOKED"
+
+
+def test_a_reader_that_dies_ends_what_is_written_to_it_or_its_fence_does(
+    source: Far, lease: str
+) -> None:
+    with reader_of(source, f"dies-{lease}") as far:
+        far.order(landing(source, lease, [5]))
+        source.order(push(far, lease, [5]))
+        step(source, m.PushChunk(lease, 0, 0, [48], False))
+        far.process.kill()
+        far.process.wait()
+        source.ask(step_over=True)
+        source.order(m.DropPeer(*far.worker))
+        ended = source.event_of("PushEnded", lease)
+        assert ended["lease_id"] == lease

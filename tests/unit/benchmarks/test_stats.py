@@ -11,7 +11,7 @@ from benchmarks.ttft.counters import Legs
 from benchmarks.ttft.groups import plan_groups
 from benchmarks.ttft.report import gbps, last_line, summary
 from benchmarks.ttft.session import Results
-from benchmarks.ttft.stats import counted, median_or_none, ratio
+from benchmarks.ttft.stats import counted, median_or_none, prefill_throughput, ratio
 from benchmarks.ttft.turns import Moved, Sample
 
 LEGS = Legs(
@@ -89,10 +89,37 @@ def test_held_blocks_are_summed_over_the_gap() -> None:
 def test_arms_share_a_group_while_memory_allows() -> None:
     kinds = [kind for kind in ARMS if kind.key != "a"]
     keys = [[k.key for k in group] for group in plan_groups(kinds, 3, available=14, reserve=1)]
-    assert keys == [["f", "c"], ["b", "e"], ["d"]]
+    assert keys == [["g", "f"], ["c", "b"], ["e", "d"]]
     assert len(plan_groups(kinds, 3, available=100, reserve=1)) == 1
     alone = plan_groups(kinds, 3, available=2, reserve=1)
-    assert [len(group) for group in alone] == [1] * 5
+    assert [len(group) for group in alone] == [1] * 6
+
+
+def test_what_push_costs_prefill_is_a_lower_bound_over_pairs() -> None:
+    def timed(arm: str, turn: int, ms: float) -> Sample:
+        return replace(sample(arm, turn, 600.0), legs=replace(LEGS, prefill_compute_ms=ms))
+
+    samples = [timed("f", turn, 100.0 * turn) for turn in range(1, 21)]
+    samples += [timed("g", turn, 100.0 * turn / (0.9 + 0.01 * turn)) for turn in range(1, 21)]
+    found = prefill_throughput(samples, "g", "f").record()
+    assert found["turns"] == 20
+    assert found["value"] == pytest.approx(1.005, abs=1e-3)
+    line, _ = last_line(summary(Results(samples=samples), {}, {}))
+    assert line["prefill_throughput_ratio"] == found["interval_95"][0]  # type: ignore[index]
+    assert 0.9 < found["interval_95"][0] < 1.005  # type: ignore[index]
+    # Another group's turn is no pair.
+    apart = [replace(s, group=2) if s.arm == "g" else s for s in samples]
+    assert prefill_throughput(apart, "g", "f").record()["turns"] == 0
+
+
+def test_push_and_eager_is_ours_where_it_was_run() -> None:
+    assert summary(Results(samples=list(RUN)), {}, {})["arm_of_ours"] == "f"
+    with_push = [*RUN, *(sample("g", turn, 550.0 + turn) for turn in (1, 2, 3))]
+    found = summary(Results(samples=with_push), {}, {})
+    assert found["arm_of_ours"] == "g"
+    assert found["scenarios"]["lost"]["fixed"]["ratios"]["c"]["value"] == pytest.approx(
+        552.5 / 1_002.5, abs=1e-4
+    )
 
 
 def moved(direction: str, *, state: str = "COMPLETED", ms: float = 20.0) -> Moved:
@@ -123,7 +150,7 @@ def test_the_last_line_has_every_key_and_says_why_one_is_null() -> None:
     ]
     assert line["ttft_ratio_to_upstream_one_way"] == pytest.approx(602.5 / 2_002.5, abs=1e-4)
     assert set(reasons) == {key for key, value in line.items() if value is None}
-    assert "not built" in reasons["prefill_throughput_ratio"]
+    assert "side by side" in reasons["prefill_throughput_ratio"]
 
 
 def test_an_arm_that_was_left_out_gives_its_reason() -> None:

@@ -19,7 +19,16 @@ SOURCES = [
     ROOT / "controlplane/kvshuttle/controlplane/forwarding.py",
     *(
         ROOT / "dataplane/kvshuttle/dataplane" / f"{name}.py"
-        for name in ("destination", "eager", "source", "transfers", "scheduler")
+        for name in (
+            "destination",
+            "eager",
+            "push_landing",
+            "push_source",
+            "push_transfers",
+            "source",
+            "transfers",
+            "scheduler",
+        )
     ),
 ]
 # Refusals of agents' hellos, which agents log, and bugs; no operator's command shows them.

@@ -416,3 +416,52 @@ def test_one_worker_alone_pushes_to_nobody() -> None:
     world.connect("b", WorkerRole.BOTH, push=True)
     plan = world.begin(prompt_tokens=4_000).plan
     assert (plan.forward_mode, plan.forward_reason) == (ForwardMode.PULL, "SAME_WORKER")
+
+
+# -- processes that lose their place and come back under another number --------------------------
+
+
+def test_a_writers_word_counts_under_its_new_number() -> None:
+    """Found by the simulation: another boot took its place for a while."""
+    world = Pair()
+    world.land()
+    old = world.p
+    world.lose(world.p)
+    other = world.connect("p", WorkerRole.PREFILL, push=True, boot_id="another")
+    world.lose(other)
+    report = LeaseReport(world.push.lease_id, 2, True)
+    new = world.connect(
+        "p", WorkerRole.PREFILL, push=True, leases=(report,), past=(old.incarnation,)
+    )
+    assert not world.let_go()
+    assert [x.is_source for x in world.told(new, c.Revoke)] == [True]
+    # Not another's.
+    world.ends(world.d, FAILED, is_source=True)
+    assert not world.let_go()
+    world.ends(new, FAILED, is_source=True)
+    assert len(world.let_go()) == 1
+
+
+def test_a_writer_back_under_a_new_number_without_the_lease_writes_nothing() -> None:
+    world = Pair()
+    world.land()
+    old = world.p
+    world.lose(world.p)
+    world.connect("p", WorkerRole.PREFILL, push=True, boot_id="x", past=(old.incarnation,))
+    assert len(world.let_go()) == 1
+
+
+def test_a_landing_zone_back_under_a_new_number_hears_of_its_writer() -> None:
+    world = Pair()
+    world.land()
+    old = world.d
+    world.lose(world.d)
+    world.lose(world.connect("d", WorkerRole.DECODE, push=True, boot_id="another"))
+    report = LeaseReport(world.push.lease_id, 1, False, writer=world.p)
+    new = world.connect(
+        "d", WorkerRole.DECODE, push=True, leases=(report,), past=(old.incarnation,)
+    )
+    assert not world.told(new, c.WriterStopped)
+    world.ends(world.p, FAILED, is_source=True)
+    assert len(world.told(new, c.WriterStopped)) == 1
+    assert not world.state.orphans

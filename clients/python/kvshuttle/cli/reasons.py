@@ -229,6 +229,15 @@ _LEASES = {
         "it has a bug, or another version: use one version of kvshuttle everywhere",
     ),
     "STOPPED_BEFORE_GRANT": Reason("the destination stopped before it was granted", NOTHING),
+    "WRITER_STOPPED": Reason(
+        "the engine that was to write had stopped",
+        "see why its lease ended: kvshuttle leases, and its log",
+    ),
+    "PREEMPTED": Reason(
+        "prefill's engine took the blocks of the request away, which it will compute again later",
+        "prefill is short of memory: give it more blocks, or send it less at once",
+    ),
+    "REQUEST_ABORTED": _fine("prefill's leg was aborted: its client, or the gateway, went away"),
     "PULLED_INSTEAD": _fine(
         "prefill's leg had ended before decode offered its landing zone, so decode read instead",
         "nothing; where it happens often, decode's engine step is long, or prompts are too short "

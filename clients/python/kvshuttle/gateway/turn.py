@@ -20,7 +20,9 @@ from kvshuttle.gateway.control import PlacementFailedError
 from kvshuttle.gateway.legs import LegFailed
 from kvshuttle.gateway.metrics import reason_label
 from kvshuttle.gateway.sse import EventPassthrough, error_event, usage_of
+from kvshuttle.gateway.together import BothLegs, PrefillFailed
 from kvshuttle.v1 import session_service_pb2 as session
+from kvshuttle.v1 import types_pb2 as types
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -165,6 +167,7 @@ class TurnRun:
     _excluded: list[str] = field(default_factory=list)
     _failed_urls: list[str] = field(default_factory=list)
     _dropped: int = 0
+    _both: BothLegs | None = None
 
     async def run(self) -> None:
         """Answers the request, whatever happens, and ends its turn."""
@@ -191,7 +194,9 @@ class TurnRun:
             log.exception("request_failed", session=self.request.identity.session_id)
             await self._respond_error(errors.internal_error())
         finally:
+            # First the end of the turn: what still runs of it is stopped under a turn that is over.
             self._close(outcome)
+            await self._end_both()
 
     def _cancelled(self) -> session.TurnOutcome.ValueType:
         self.status = STATUS_CLIENT_GONE
@@ -239,8 +244,11 @@ class TurnRun:
         if not is_disaggregable(self.request.body):
             token = None
         elif turn.HasField("prefill") and turn.prefill.url:
+            if turn.plan.forward_mode == types.FORWARD_MODE_PUSH:
+                return await self._placed_together(turn, response.turn_token)
             await self._prefill(turn.prefill, response.turn_token)
         url = turn.decode.url.rstrip("/")
+        self.phase = "decode"
         try:
             return await self._decode(url, token)
         except LegFailed as failed:
@@ -274,8 +282,50 @@ class TurnRun:
             return
         self._usage.prefill = usage_of(answer.body)
 
+    async def _placed_together(self, turn: session.Turn, token: str) -> DecodeStream | None:
+        """Runs both legs at once; None if one of them failed, and another placement is to be
+        tried: decode waits for what prefill will not write."""
+        self.phase = "prefill"
+        request = self.request
+        url = turn.prefill.url.rstrip("/")
+        if url in self._failed_urls:
+            return None
+        await self._end_both()
+        both = self._both = BothLegs.start(
+            self.services.http.prefill(
+                url, request.body.route, leg_body(request.body, "prefill", token), request.headers
+            ),
+            self._decode(turn.decode.url.rstrip("/"), token),
+        )
+        try:
+            await both.prefilled()
+            self.phase = "decode"
+            return await both.answered()
+        except PrefillFailed as failed:
+            await self._end_both()
+            answer = failed.answer
+            if answer is not None and 400 <= answer.status < 500:
+                raise _PrefillRefused(answer) from failed
+            reason = "PREFILL_ERROR"
+            if failed.failed is not None:
+                reason = _PREFILL_FAILURES.get(failed.failed.failure, "PREFILL_UNREACHABLE")
+                self._failed_urls.append(url)
+            self._fall_back(reason, cause=str(failed.failed or f"{url}: status {failed}"))
+            self._excluded.append(turn.prefill.worker.worker_id)
+            return None
+        except LegFailed as failed:
+            await self._end_both()
+            self._decode_failed(failed, turn.decode.worker.worker_id)
+            return None
+
+    async def _end_both(self) -> None:
+        both, self._both = self._both, None
+        if both is not None:
+            await both.close()
+
     async def _unplaced(self) -> DecodeStream:
         """The request as a plain one, to an engine that is known from before."""
+        self.phase = "decode"
         request = self.request
         candidates = self.services.engines.candidates(
             request.tenant, request.identity.session_id, self._failed_urls
@@ -295,7 +345,6 @@ class TurnRun:
         raise errors.engines_unreachable(len(set(self._failed_urls)))
 
     async def _decode(self, url: str, token: str | None) -> DecodeStream:
-        self.phase = "decode"
         request = self.request
         stream = await self.services.http.open_decode(
             url, request.body.route, leg_body(request.body, "decode", token), request.headers
@@ -466,6 +515,9 @@ class TurnRun:
     def _end_turn(self, outcome: session.TurnOutcome.ValueType) -> None:
         if self._begun is None:
             return
+        answer = self._both.prefill_answer() if self._both is not None else None
+        if answer is not None:
+            self._usage.prefill = usage_of(answer.body)
         self.services.metrics.turns.labels(_OUTCOMES[outcome], self._mode()).inc()
         usage = self._usage.message()
         self.services.metrics.used(usage)

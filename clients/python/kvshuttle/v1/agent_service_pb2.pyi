@@ -127,6 +127,7 @@ class AgentHello(_message.Message):
     CLOCK_FIELD_NUMBER: _builtins.int
     NIXL_BACKEND_FIELD_NUMBER: _builtins.int
     PUSH_FIELD_NUMBER: _builtins.int
+    PAST_INCARNATIONS_FIELD_NUMBER: _builtins.int
     worker_id: _builtins.str
     """The operator's name. Must equal the certificate's where there is one."""
     boot_id: _builtins.str
@@ -173,6 +174,12 @@ class AgentHello(_message.Message):
     def leases(self) -> _containers.RepeatedCompositeFieldContainer[Global___AgentLease]:
         """Every lease that it still knows."""
 
+    @_builtins.property
+    def past_incarnations(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Incarnations that this very process has had before: another boot may have taken its place and
+        gone again. What it says of leases made under those numbers is its own word.
+        """
+
     def __init__(
         self,
         *,
@@ -195,10 +202,11 @@ class AgentHello(_message.Message):
         clock: _builtins.int = ...,
         nixl_backend: _builtins.str = ...,
         push: _builtins.bool = ...,
+        past_incarnations: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "block_size", b"block_size", "boot_id", b"boot_id", "bytes_per_block", b"bytes_per_block", "clock", b"clock", "fingerprint", b"fingerprint", "highest_epoch", b"highest_epoch", "leases", b"leases", "lineage_id", b"lineage_id", "nixl_backend", b"nixl_backend", "num_blocks", b"num_blocks", "prefix_caching", b"prefix_caching", "push", b"push", "ranks", b"ranks", "replicas", b"replicas", "role", b"role", "url", b"url", "vllm_version", b"vllm_version", "worker_id", b"worker_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "block_size", b"block_size", "boot_id", b"boot_id", "bytes_per_block", b"bytes_per_block", "clock", b"clock", "fingerprint", b"fingerprint", "highest_epoch", b"highest_epoch", "leases", b"leases", "lineage_id", b"lineage_id", "nixl_backend", b"nixl_backend", "num_blocks", b"num_blocks", "past_incarnations", b"past_incarnations", "prefix_caching", b"prefix_caching", "push", b"push", "ranks", b"ranks", "replicas", b"replicas", "role", b"role", "url", b"url", "vllm_version", b"vllm_version", "worker_id", b"worker_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

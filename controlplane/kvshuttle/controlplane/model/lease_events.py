@@ -293,7 +293,7 @@ def refused(w: Work, ref: WorkerRef, lease_id: str, reason: str) -> None:
         return
     if lease.push and push_events.refused(w, ref, lease, reason):
         return
-    if lease.push and ref == lease.source:
+    if lease.push and push_events.same_process(w, ref, lease.source):
         # It says that it has not written and will not.
         reader_is_stopped(w, _end(w, lease, LeaseState.FAILED, reason))
     elif lease.push or ref == lease.source:

@@ -46,6 +46,7 @@ __all__ = [
     "pull_instead",
     "refused",
     "replica_offered",
+    "same_process",
     "source_lost",
     "stop_writer",
     "stopped",
@@ -139,18 +140,23 @@ def grant(w: Work, lease: Lease, blocks: Descriptors, landing_version: int) -> N
 
 def tell_landing(w: Work, lease: Lease, *, pull_follows: bool = False) -> None:
     """The landing zone may be let go: nobody writes there."""
-    w.command(
-        lease.destination,
-        WriterStopped(lease.lease_id, lease.version, lease.end_reason, pull_follows),
-    )
+    # Its process may have another number by now.
+    _, holder = w.state.orphans.pop(lease.lease_id, (None, lease.destination))
+    w.command(holder, WriterStopped(lease.lease_id, lease.version, lease.end_reason, pull_follows))
 
 
-def stop_writer(w: Work, lease: Lease, reason: str) -> None:
+def stop_writer(w: Work, lease: Lease, reason: str, to: WorkerRef | None = None) -> None:
     """Tells the source to write no more, and to say when nothing is in flight."""
     w.command(
-        lease.source,
+        to or lease.source,
         Revoke(lease.lease_id, lease.version, reason, lease.turn_token, is_source=True),
     )
+
+
+def same_process(w: Work, ref: WorkerRef, named: WorkerRef) -> bool:
+    """Whether a boot that speaks is the process that a lease names, under whatever number."""
+    worker = w.worker(ref)
+    return worker is not None and worker.was(named)
 
 
 def declined(w: Work, lease: Lease) -> None:
@@ -206,7 +212,7 @@ def _final(lease: Lease, report: StopReport) -> tuple[LeaseState, str]:
 
 def stopped(w: Work, ref: WorkerRef, lease: Lease, report: StopReport) -> None:
     """One side has stopped. Decode's word says what came of it; prefill's lets the landing go."""
-    if report.is_source and ref == lease.source:
+    if report.is_source and same_process(w, ref, lease.source):
         _writer_stopped(w, lease, report)
     elif not report.is_source and ref == lease.destination:
         _landing_stopped(w, lease, report)
@@ -273,7 +279,10 @@ def writer_lacks(w: Work, ref: WorkerRef, writes: Collection[str]) -> None:
     """A writer's inventory names what it may still write under: who holds a landing zone for
     another lease of it may let go, books or no books."""
     for lease_id, (writer, holder) in list(w.state.orphans.items()):
-        if writer == ref and lease_id not in writes:
+        known = w.state.leases.get(lease_id)
+        if lease_id in writes or not same_process(w, ref, writer):
+            continue
+        if known is None:
             del w.state.orphans[lease_id]
             w.command(holder, WriterStopped(lease_id, 0, "RECONNECTED"))
 
@@ -282,12 +291,13 @@ def landing_known(w: Work, ref: WorkerRef, report: LeaseReport) -> bool:
     """A boot holds a landing zone under a lease that is over, or not in the books. True where that
     was all that there is to say of it."""
     lease = w.state.leases.get(report.lease_id)
-    if lease is not None and (not lease.push or lease.destination != ref):
+    if lease is not None and not lease.push:
         return False
     if lease is not None and lease.reader_stopped:
-        tell_landing(w, lease)
+        w.command(ref, WriterStopped(lease.lease_id, lease.version, lease.end_reason))
         return True
-    if lease is not None and lease.open and lease.state is not LeaseState.PENDING:
+    mine = lease is not None and lease.destination == ref
+    if lease is not None and mine and lease.open and lease.state is not LeaseState.PENDING:
         return lease.stop is None
     # It is not published any more; who was to write is asked whether it has stopped. The books may
     # be behind, so what they say of a grant proves nothing.
@@ -297,17 +307,20 @@ def landing_known(w: Work, ref: WorkerRef, report: LeaseReport) -> bool:
     w.command(ref, Revoke(report.lease_id, version, reason or "REVOKED", ""))
     if writer is None:
         return True
-    if lease is None:
+    if not mine:
         w.state.orphans[report.lease_id] = (writer, ref)
-    worker = w.worker(writer)
-    if worker is not None and worker.connected:
-        w.command(writer, Revoke(report.lease_id, version, reason or "REVOKED", "", is_source=True))
+    worker = w.state.workers.get(writer.worker_id)
+    if worker is not None and worker.connected and worker.was(writer):
+        w.command(
+            worker.ref,
+            Revoke(report.lease_id, version, reason or "REVOKED", "", is_source=True),
+        )
     return True
 
 
 def orphan_answered(w: Work, ref: WorkerRef, lease_id: str) -> None:
     """A writer says of a lease that is not in the books that it does not write under it."""
     writer, holder = w.state.orphans.get(lease_id, (None, None))
-    if writer == ref and holder is not None:
+    if writer is not None and holder is not None and same_process(w, ref, writer):
         del w.state.orphans[lease_id]
         w.command(holder, WriterStopped(lease_id, 0, "UNKNOWN_LEASE"))

@@ -238,7 +238,7 @@ def _push_lacks(
     if lease.state is LeaseState.PENDING:
         # push-pending: its offer, or its grant, may still come on the new stream.
         return
-    if lease.source == ref and lease.lease_id not in writes:
+    if push_events.same_process(w, ref, lease.source) and lease.lease_id not in writes:
         # writer-lacks, ended-writer-lacks: it does not write, and what would let it was dropped.
         lease_events.reader_gone(w, lease, LeaseState.FAILED, "RECONNECTED")
     elif lease.destination == ref and lease.lease_id not in lands and lease.open:
@@ -248,7 +248,8 @@ def _push_lacks(
 
 def _landing_has(w: Work, worker: Worker, report: LeaseReport) -> None:
     lease = w.state.leases.get(report.lease_id)
-    if lease is not None and lease.push and lease.state is LeaseState.PENDING:
+    mine = lease is not None and lease.push and lease.destination == worker.ref
+    if lease is not None and mine and lease.state is LeaseState.PENDING:
         # landing-pending: its offer may have been lost with the old stream, and nothing was
         # granted in this term; what an older term granted, its writer's inventory or word says.
         lease_events.fail(w, lease, "DESTINATION_RECONNECTED")
@@ -276,11 +277,12 @@ def _source_lacks(w: Work, lease: Lease) -> None:
 
 def _source_has(w: Work, worker: Worker, report: LeaseReport) -> None:
     lease = w.state.leases.get(report.lease_id)
-    if lease is not None and lease.push and lease.source == worker.ref:
+    if lease is not None and lease.push and worker.was(lease.source):
         if not lease.open or lease.stop is not None:
             # writer-over: it is to stop, and to say so.
             reason = lease.stop.reason if lease.stop else lease.end_reason
-            push_events.stop_writer(w, lease.at_version(report.version + 1), reason)
+            named = lease.at_version(report.version + 1)
+            push_events.stop_writer(w, named, reason, worker.ref)
         else:
             _known(w, lease, report)
         return

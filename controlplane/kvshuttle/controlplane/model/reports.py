@@ -120,6 +120,7 @@ class Hello(Struct, frozen=True, gc=False):
     agent_version: str = ""
     nixl_backend: str = ""
     push: bool = False
+    past: tuple[int, ...] = ()
     replicas: tuple[ReplicaReport, ...] = ()
     leases: tuple[LeaseReport, ...] = ()
 

@@ -48,9 +48,16 @@ class Worker(Struct, frozen=True):
     agent_version: str = ""
     nixl_backend: str = ""
     push: bool = False
+    past: tuple[int, ...] = ()
     end_ns: int = 0
     requests: tuple[str, ...] = ()
     fenced_boots: tuple[str, ...] = ()
+
+    def was(self, ref: WorkerRef) -> bool:
+        """Whether this very process has, or had, this number."""
+        return ref == self.ref or (
+            ref.worker_id == self.ref.worker_id and ref.incarnation in self.past
+        )
 
     @property
     def connected(self) -> bool:
@@ -85,6 +92,7 @@ class Worker(Struct, frozen=True):
             agent_version=hello.agent_version,
             nixl_backend=hello.nixl_backend,
             push=hello.push,
+            past=hello.past,
             end_ns=0,
         )
 

@@ -56,6 +56,8 @@ HASH_BYTES = 64
 CHECKPOINTS = 64
 """Two an octave: no chain of 2^32 blocks has more."""
 WORD_CHARS = 64
+PAST_INCARNATIONS = 64
+"""A process loses its place once in a while, not again and again."""
 FALLBACK_REASONS = 64
 """Each is a label of a metric; agents know about twenty."""
 
@@ -126,6 +128,7 @@ def hello_in(message: pb.AgentHello) -> Hello:
         agent_version=message.agent_version,
         nixl_backend=message.nixl_backend,
         push=message.push,
+        past=tuple(message.past_incarnations[-PAST_INCARNATIONS:]),
         replicas=tuple(_replica_in(replica) for replica in message.replicas),
         leases=tuple(
             LeaseReport(

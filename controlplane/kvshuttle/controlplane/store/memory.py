@@ -44,6 +44,8 @@ def at_rest(worker: Worker) -> Worker:
         ranks=None,
         num_ranks=0,
         nixl_backend="",
+        push=False,
+        past=(),
         clock=0,
         pool=PoolStats(),
         counters=Counters(),

@@ -1,0 +1,462 @@
+"""Writes under leases and landing zones, on one rank: what the mover decides about pushes.
+
+As in :mod:`kvshuttle.dataplane.transfers`, nothing here waits or knows of threads and sockets. The
+rules of the writer:
+
+* nothing is posted after the lease's deadline less a margin, or after an order to stop;
+* the destination is told that all is written only when every WRITE has completed, before the
+  deadline, and that the writer has gone only when none of its WRITEs is in flight;
+* a local block is reported free of us only when the WRITEs from it have ended.
+
+And of the landing zone: only the writer that was named, with the version that was offered, before
+the deadline as seen after its notice came, lets vLLM have the blocks; and only a notice of that
+writer, the control plane's word or an attested death ends the waiting for it.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvshuttle.dataplane import messages as m
+from kvshuttle.dataplane.clock import NS, Clock
+from kvshuttle.dataplane.faults import Faults
+from kvshuttle.dataplane.limits import (
+    DEADLINE_MARGIN_NS,
+    MAX_CLOSED_PUSHES,
+    STOPPED_POLLING_NS,
+    WRITE_STALL_NS,
+)
+from kvshuttle.dataplane.log import get_logger
+from kvshuttle.dataplane.push_steps import PushStep
+from kvshuttle.dataplane.transport import BlockList, LocalRegion, ReadHandle, TransportError
+
+if TYPE_CHECKING:
+    from kvshuttle.dataplane.transfers import Results, Transport
+
+__all__ = ["GONE", "PUSHED", "Pushes"]
+
+_log = get_logger("pushes")
+
+PUSHED, GONE = b"pushed", b"gone"
+"""Notices of a writer: all is written; or it writes no more, and why."""
+
+
+@dataclass(eq=False)
+class _Chunk:
+    order: m.PushChunk
+    # None: all of it was final when it was ordered.
+    step: PushStep | None
+    blocks: BlockList | None = None
+    posted: int = 0
+    # With the time of posting.
+    flying: list[tuple[ReadHandle, int]] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _Push:
+    order: m.Push
+    peer: str
+    target: BlockList | None
+    deadline_ns: int
+    faults: Faults
+    chunks: list[_Chunk] = field(default_factory=list)
+    chunks_done: int = 0
+    chunks_all: int | None = None
+    stopping: str = ""
+    bytes_moved: int = 0
+    transfer_ns: int = 0
+
+    @property
+    def flying(self) -> bool:
+        """Whether a WRITE is in flight."""
+        return any(chunk.flying for chunk in self.chunks)
+
+
+@dataclass(eq=False)
+class _Landing:
+    order: m.Await
+    peer: str
+    deadline_ns: int
+    # vLLM was told how it went.
+    told: bool = False
+
+
+class Pushes:
+    """One rank's pushes, both ways. One thread calls it."""
+
+    def __init__(
+        self,
+        transport: Transport,
+        regions: list[LocalRegion],
+        results: Results,
+        send: Callable[[m.FromMover], None],
+        faults: Faults,
+        clock: Clock,
+        peers: dict[tuple[str, int], str],
+    ) -> None:
+        self._transport = transport
+        self._regions = regions
+        self._results = results
+        self._send = send
+        self._faults = faults
+        self._clock = clock
+        self._peers = peers
+        self._pushes: dict[str, _Push] = {}
+        self._landings: dict[str, _Landing] = {}
+        # Chunks whose lease has not been heard of yet: steps and orders come on ways of their own.
+        self._early: dict[str, list[_Chunk]] = {}
+        self._closed: OrderedDict[str, None] = OrderedDict()
+        self.num_regions = max(1, len(regions))
+        self.linger_until = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether NIXL, or the device, has to be polled."""
+        now = self._clock()
+        if any(self._listens(landing, now) for landing in self._landings.values()):
+            return True
+        return any(
+            (push.stopping and now < push.deadline_ns + STOPPED_POLLING_NS)
+            or any(c.step is not None and c.step.waiting for c in push.chunks)
+            or (push.flying and not push.stopping)
+            for push in self._pushes.values()
+        )
+
+    @staticmethod
+    def _listens(landing: _Landing, now: int) -> bool:
+        # One that is given up hears its writer for a while; after that the control plane tells.
+        return not landing.told or now < landing.deadline_ns + 2 * NS
+
+    @property
+    def written_to(self) -> bool:
+        """Whether a request waits for a landing zone."""
+        return any(not landing.told for landing in self._landings.values())
+
+    @property
+    def writing(self) -> bool:
+        """Whether a WRITE is in flight."""
+        return any(push.flying for push in self._pushes.values())
+
+    def poll(self) -> bool:
+        """Moves everything on. True: something happened."""
+        moved = False
+        for push in list(self._pushes.values()):
+            moved |= self._progress(push)
+        for landing in list(self._landings.values()):
+            if not landing.told and self._clock() > landing.deadline_ns:
+                self._give_up(landing, "LATE")
+                moved = True
+        return moved
+
+    # -- the writer ----------------------------------------------------------------------------
+    def push(self, order: m.Push) -> None:
+        """A lease to write under."""
+        early = self._early.pop(order.lease_id, [])
+        if order.lease_id in self._closed or order.lease_id in self._pushes:
+            return
+        peer = self._peers.get((order.worker_id, order.incarnation), "")
+        push = _Push(order, peer, None, order.deadline_ns, self._faults.now(), early)
+        self._pushes[order.lease_id] = push
+        if not peer:
+            push.stopping = "PEER_UNKNOWN"
+            return
+        try:
+            push.target = self._transport.prepare(peer, order.remote_block_ids)
+        except TransportError as error:
+            _log.warning("push_refused", lease=order.lease_id, error=str(error))
+            push.stopping = "TRANSFER_FAILED"
+
+    def blocks(self, order: m.PushChunk) -> None:
+        """A chunk that is final."""
+        self._add(_Chunk(order, None))
+
+    def step(self, step: PushStep) -> None:
+        """The chunks of a step that begins."""
+        for order in step.chunks:
+            self._add(_Chunk(order, step))
+
+    def _add(self, chunk: _Chunk) -> None:
+        lease_id = chunk.order.lease_id
+        push = self._pushes.get(lease_id)
+        if push is not None:
+            push.chunks.append(chunk)
+        elif lease_id not in self._closed:
+            self._early.setdefault(lease_id, []).append(chunk)
+
+    def finish(self, order: m.PushFinish) -> None:
+        """No chunk follows."""
+        push = self._pushes.get(order.lease_id)
+        if push is not None:
+            push.chunks_all = order.chunks
+
+    def extend(self, order: m.ExtendPush) -> None:
+        """A later deadline."""
+        push = self._pushes.get(order.lease_id)
+        if push is not None:
+            push.deadline_ns = max(push.deadline_ns, order.deadline_ns)
+
+    def stop(self, order: m.PushStop) -> None:
+        """Nothing more is posted; PushEnded when nothing is in flight."""
+        push = self._pushes.get(order.lease_id)
+        if push is None:
+            known = order.lease_id in self._closed
+            self._close(order.lease_id)
+            if order.anew or not known:
+                self._send(m.PushEnded(order.lease_id, False, order.reason))
+            return
+        push.stopping = push.stopping or order.reason
+        self._progress(push)
+
+    def _progress(self, push: _Push) -> bool:
+        moved = False
+        now = self._clock()
+        if not push.stopping and now > push.deadline_ns - DEADLINE_MARGIN_NS:
+            push.stopping = "LEASE_EXPIRED"
+        for chunk in list(push.chunks):
+            moved |= self._look(push, chunk, now)
+            if not push.stopping:
+                moved |= self._post(push, chunk)
+            if chunk.posted >= self.num_regions and not chunk.flying:
+                self._drop_chunk(push, chunk)
+                push.chunks_done += 1
+                self._send(m.PushChunkDone(push.order.lease_id, chunk.order.number))
+                moved = True
+        if push.stopping:
+            if not push.flying:
+                self._end(push, push.stopping)
+                return True
+        elif push.chunks_all is not None and push.chunks_done >= push.chunks_all:
+            # After completion, not before: a process that was paused must see its own lateness.
+            self._end(push, "LATE" if self._clock() > push.deadline_ns else "")
+            return True
+        return moved
+
+    def _post(self, push: _Push, chunk: _Chunk) -> bool:
+        step = chunk.step
+        if step is None:
+            final = self.num_regions
+        elif chunk.order.ready:
+            final = self.num_regions if step.begun() else 0
+        else:
+            final = step.final()
+        if final <= chunk.posted or push.target is None:
+            return False
+        push.faults.before_write(push.order.lease_id)
+        try:
+            if chunk.blocks is None:
+                chunk.blocks = self._transport.prepare("", chunk.order.local_block_ids)
+            handle = self._transport.post_write(
+                chunk.blocks, push.target, chunk.order.offset, range(chunk.posted, final)
+            )
+        except TransportError as error:
+            _log.warning("write_refused", lease=push.order.lease_id, error=str(error))
+            push.stopping = "TRANSFER_FAILED"
+            return True
+        chunk.flying.append((handle, self._clock()))
+        chunk.posted = final
+        self._look(push, chunk, self._clock())
+        return True
+
+    def _look(self, push: _Push, chunk: _Chunk, now: int) -> bool:
+        """Takes out what has ended."""
+        moved = False
+        for entry in list(chunk.flying):
+            handle, posted_ns = entry
+            status = self._transport.state(handle)
+            if push.faults.stall_pushes:
+                status = "PROC"
+            if status == "PROC":
+                if now > posted_ns + WRITE_STALL_NS:
+                    push.stopping = push.stopping or "TRANSFER_STALLED"
+                continue
+            if status == "DONE":
+                push.bytes_moved += self._moved(handle, push.order.lease_id)
+                push.transfer_ns += max(0, now - posted_ns)
+            else:
+                push.stopping = push.stopping or "TRANSFER_FAILED"
+            self._transport.release(handle)
+            chunk.flying.remove(entry)
+            moved = True
+        return moved
+
+    def _moved(self, handle: ReadHandle, lease_id: str) -> int:
+        try:
+            return self._transport.bytes_moved(handle)
+        except TransportError as error:
+            _log.warning("bytes_uncounted", lease=lease_id, error=str(error))
+            return 0
+
+    def _drop_chunk(self, push: _Push, chunk: _Chunk) -> None:
+        push.chunks.remove(chunk)
+        if chunk.blocks is not None:
+            self._transport.drop_list(chunk.blocks)
+
+    def _end(self, push: _Push, reason: str) -> None:
+        order = push.order
+        if push.peer and not self._say(push, reason) and not reason:
+            reason = "PEER_UNREACHABLE"
+        for chunk in list(push.chunks):
+            self._drop_chunk(push, chunk)
+        if push.target is not None:
+            self._transport.drop_list(push.target)
+        del self._pushes[order.lease_id]
+        self._close(order.lease_id)
+        self._send(
+            m.PushEnded(order.lease_id, not reason, reason, push.bytes_moved, push.transfer_ns)
+        )
+
+    def _say(self, push: _Push, reason: str) -> bool:
+        order = push.order
+        words = [str(order.version), order.lease_id]
+        words += [reason] if reason else [str(push.bytes_moved), str(push.transfer_ns)]
+        notice = b"|".join([GONE if reason else PUSHED, *(word.encode() for word in words)])
+        # The notice needs a few more calls into NIXL to leave this process.
+        self.linger_until = max(self.linger_until, self._clock() + NS // 5)
+        try:
+            self._transport.notify(push.peer, notice)
+        except TransportError as error:
+            _log.warning("notice_lost", lease=order.lease_id, error=str(error))
+            return False
+        return True
+
+    def _close(self, lease_id: str) -> None:
+        self._early.pop(lease_id, None)
+        self._closed[lease_id] = None
+        while len(self._closed) > MAX_CLOSED_PUSHES:
+            self._closed.popitem(last=False)
+
+    # -- the landing zone ----------------------------------------------------------------------
+    def wait_for(self, order: m.Await) -> None:
+        """A landing zone is about to be offered."""
+        peer = self._peers.get((order.worker_id, order.incarnation), "")
+        self._landings[order.lease_id] = _Landing(order, peer, order.deadline_ns)
+
+    def unawait(self, order: m.Unawait) -> None:
+        """Nobody writes there any more."""
+        landing = self._landings.pop(order.lease_id, None)
+        if landing is None:
+            return
+        if landing.told or not order.quiet:
+            self._landed(landing, order.reason or "WRITER_STOPPED")
+
+    def abandon(self, request_id: str, reason: str) -> bool:
+        """The request waits no longer; false if this is no landing's."""
+        landing = self._of_request(request_id)
+        if landing is None:
+            return False
+        self._give_up(landing, reason)
+        return True
+
+    def extend_landing(self, request_id: str, deadline_ns: int) -> bool:
+        """A later deadline; false if this is no landing's."""
+        landing = self._of_request(request_id)
+        if landing is None:
+            return False
+        landing.deadline_ns = max(landing.deadline_ns, deadline_ns)
+        return True
+
+    def notice(self, peer: str, kind: bytes, rest: bytes) -> None:
+        """What a writer says."""
+        version, _, rest = rest.partition(b"|")
+        lease, _, rest = rest.partition(b"|")
+        landing = self._landings.get(lease.decode(errors="replace"))
+        if landing is None:
+            return  # said twice, or over by the control plane's word
+        order = landing.order
+        if not landing.peer:
+            landing.peer = self._peers.get((order.worker_id, order.incarnation), "")
+        if peer != landing.peer or version != str(order.version).encode():
+            _log.error("foreign_notice", lease=order.lease_id, peer=peer)
+            return
+        del self._landings[order.lease_id]
+        if kind == GONE:
+            self._landed(landing, rest.decode(errors="replace") or "WRITER_STOPPED")
+        elif self._clock() > landing.deadline_ns:
+            self._landed(landing, "LATE")
+        else:
+            moved, _, took = rest.partition(b"|")
+            self._landed(landing, "", _number(moved), _number(took))
+
+    def _landed(self, landing: _Landing, reason: str, moved: int = 0, took: int = 0) -> None:
+        """The writer has stopped: vLLM is told, unless it was before."""
+        order = landing.order
+        published = not reason and not landing.told
+        if not landing.told:
+            if published:
+                self._faults.now().after_push(order, self._regions)
+            self._results.add(order.request_id, failed=not published)
+        self._send(m.LandingEnded(order.request_id, order.lease_id, published, reason, moved, took))
+
+    def _give_up(self, landing: _Landing, reason: str) -> None:
+        if landing.told:
+            return
+        landing.told = True
+        order = landing.order
+        self._results.add(order.request_id, failed=True)
+        self._send(m.LandingGivenUp(order.request_id, order.lease_id, reason))
+
+    def _of_request(self, request_id: str) -> _Landing | None:
+        return next((x for x in self._landings.values() if x.order.request_id == request_id), None)
+
+    # -- both ----------------------------------------------------------------------------------
+    def drop_peer(self, worker_id: str, incarnation: int) -> None:
+        """A boot is attested dead: it writes nothing, and what is written to it is nobody's."""
+        for push in list(self._pushes.values()):
+            if (push.order.worker_id, push.order.incarnation) != (worker_id, incarnation):
+                continue
+            for chunk in push.chunks:
+                for handle, _ in chunk.flying:
+                    self._transport.release(handle)
+                chunk.flying.clear()
+            push.peer = ""
+            self._end(push, push.stopping or "PEER_FENCED")
+        for landing in list(self._landings.values()):
+            if (landing.order.worker_id, landing.order.incarnation) == (worker_id, incarnation):
+                del self._landings[landing.order.lease_id]
+                self._landed(landing, "PEER_FENCED")
+
+    def fail_everything(self, reason: str) -> None:
+        """NIXL cannot be used any more. What is in flight stays so for all that is known; what is
+        not is over, without a word to its destination: the control plane says it."""
+        for landing in self._landings.values():
+            self._give_up(landing, reason)
+        for push in list(self._pushes.values()):
+            push.stopping = push.stopping or reason
+            if not push.flying:
+                del self._pushes[push.order.lease_id]
+                self._close(push.order.lease_id)
+                self._send(m.PushEnded(push.order.lease_id, False, push.stopping))
+
+    def refuse(self, message: m.ToMover, reason: str) -> None:
+        """One order after :meth:`fail_everything`."""
+        match message:
+            case m.Await():
+                # Its memory can still be written to, so it is as one that was given up.
+                self.wait_for(message)
+                self._give_up(self._landings[message.lease_id], reason)
+            case m.Unawait():
+                self.unawait(message)
+            case m.Abandon():
+                self.abandon(message.request_id, message.reason)
+            case m.Push():
+                self._close(message.lease_id)
+                self._send(m.PushEnded(message.lease_id, False, reason))
+            case m.PushStop() if message.lease_id not in self._pushes:
+                self.stop(message)
+            case m.DropPeer():
+                for push in self._pushes.values():
+                    # No call into NIXL: its handles are lost with it.
+                    for chunk in push.chunks:
+                        chunk.blocks = None
+                        chunk.flying.clear()
+                    push.target = None
+                self.drop_peer(message.worker_id, message.incarnation)
+            case _:
+                pass
+
+
+def _number(word: bytes) -> int:
+    return int(word) if word.isdigit() else 0

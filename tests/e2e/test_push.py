@@ -1,0 +1,265 @@
+"""Prefill writes into decode's memory while it computes, on real engines, and nobody can tell.
+
+As in the main job, every answer is compared with one plain engine's, and after every test nothing
+is held. The engines take 2,048 tokens a step, so that longer prompts are computed in chunks. What
+is computed faster than decode can offer its landing zone is read instead, so where a test is about
+a push its prompt takes prefill much longer than that.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+import pytest
+
+from kvshuttle.localstack import user
+from kvshuttle.localstack.metrics import EXTERNAL_HITS
+from kvshuttle.v1 import lease_service_pb2 as lease_pb2
+from tests.e2e.conftest import DECODE, PREFILL, Cluster
+from tests.e2e.steps import BLOCK, turn, wait_until
+from tests.e2e.test_going_away import Request
+from tests.support.conversation import (
+    RECOMPUTED_TOLERANCE,
+    Conversation,
+    Oracle,
+    differences,
+    text,
+)
+
+LONG = 1_000
+"""Words, and about as many tokens: most of a second of prefill's time; decode's offer takes some
+hundredths."""
+
+pytestmark = pytest.mark.usefixtures("pushing", "nothing_leaked")
+
+
+@pytest.fixture(scope="module")
+def pushing(cluster: Cluster) -> Iterator[None]:
+    """The control plane with pushes; the engines go on."""
+    with cluster.control_plane_with("--no-eager", "--forward", "push"):
+        yield
+
+
+def pushes(cluster: Cluster, session: str) -> list[lease_pb2.Lease]:
+    """The session's pushes, newest first."""
+    return [x for x in cluster.view.leases(session) if x.push]
+
+
+def pushed_tokens(cluster: Cluster) -> int:
+    """Tokens that decode got by a push, as of its last heartbeat."""
+    return int(cluster.view.workers()[DECODE].counters.pushed_tokens)
+
+
+def loaded_tokens(cluster: Cluster) -> int:
+    """vLLM's own count of what decode did not compute because it was moved."""
+    return int(cluster.decode.metrics().total(EXTERNAL_HITS))
+
+
+def completed(cluster: Cluster, session: str, count: int) -> list[lease_pb2.Lease]:
+    """The session's completed pushes, when there are so many."""
+
+    def found() -> list[lease_pb2.Lease]:
+        return [
+            x
+            for x in pushes(cluster, session)
+            if x.state == lease_pb2.LEASE_STATE_COMPLETED and x.stats.blocks
+        ]
+
+    try:
+        wait_until(lambda: len(found()) >= count, f"{count} pushes have completed")
+    except AssertionError:
+        ends = [(x.turn, x.push, x.end_reason) for x in cluster.view.leases(session)]
+        raise AssertionError(f"not {count} pushes have completed: {ends}") from None
+    return found()
+
+
+def being_written(cluster: Cluster, session: str) -> bool:
+    """Whether a push of the session is under way."""
+    return any(x.state == lease_pb2.LEASE_STATE_ACTIVE for x in pushes(cluster, session))
+
+
+def test_turns_are_pushed_and_only_what_decode_lacks(cluster: Cluster, oracle: Oracle) -> None:
+    talk = Conversation("push", seed=80)
+    whole = 0
+    for number in range(1, 4):
+        before = loaded_tokens(cluster)
+        turn(cluster, oracle, talk, words=LONG, tolerance=RECOMPUTED_TOLERANCE)
+        lease = completed(cluster, talk.session, number)[0]
+        prompt = oracle.answer(talk.messages[:-1]).prompt_tokens
+        # Up to the last token, which is computed; from what decode had of the turn before.
+        assert lease.range.end == (prompt - 1) // BLOCK
+        assert lease.range.start >= whole
+        assert (
+            loaded_tokens(cluster) - before == lease.range.end * BLOCK - lease.range.start * BLOCK
+        )
+        bytes_a_block = cluster.view.workers()[DECODE].bytes_per_block
+        assert lease.stats.bytes == lease.stats.blocks * bytes_a_block
+        whole = prompt // BLOCK
+    ended = cluster.view.session(talk.session).turns[-1]
+    assert (ended.plan.forward_mode, ended.plan.forward_reason) == (2, "CONFIGURED")
+
+
+def test_a_prompt_in_chunks(cluster: Cluster, oracle: Oracle) -> None:
+    talk = Conversation("push-chunks", seed=81)
+    turn(cluster, oracle, talk, words=2_400, tolerance=RECOMPUTED_TOLERANCE)
+    (lease,) = completed(cluster, talk.session, 1)
+    assert lease.range.end * BLOCK > 2_048
+    turn(cluster, oracle, talk, words=100, tolerance=RECOMPUTED_TOLERANCE)
+
+
+def test_with_a_return_in_the_same_turn(cluster: Cluster, oracle: Oracle) -> None:
+    talk = Conversation("push-return", seed=82)
+    turn(cluster, oracle, talk)
+    cluster.forget_prefill()
+    assert turn(cluster, oracle, talk, words=LONG, tolerance=RECOMPUTED_TOLERANCE) > 0
+    assert completed(cluster, talk.session, 1)[0].turn == 2
+
+
+def test_what_prefill_has_cached_is_written_too(cluster: Cluster, oracle: Oracle) -> None:
+    """Another session's prompt is the same, so prefill computes its last block only."""
+    messages = [user("The same start. " + text(300, 83))]
+    for session in ("push-hit-a", "push-hit-b"):
+        httpx.post(f"{cluster.decode.url}/reset_prefix_cache", timeout=10)
+        answer = cluster.client.ask(messages, session=session, max_tokens=16)
+        oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
+        cluster.wait_offered(session)
+        cluster.view.end_session(session)
+        wait_until(lambda: not cluster.held(DECODE), "decode has let go")
+
+
+def test_many_at_once(cluster: Cluster, oracle: Oracle) -> None:
+    prompts = [[user(f"Number {i}. " + text(200 + 30 * i, 200 + i))] for i in range(8)]
+    for prompt in prompts:
+        oracle.answer(prompt)
+    before = loaded_tokens(cluster)
+    with ThreadPoolExecutor(8) as pool:
+        answers = list(
+            pool.map(
+                lambda x: cluster.client.ask(x[1], session=f"push-many-{x[0]}", max_tokens=16),
+                enumerate(prompts),
+            )
+        )
+    for prompt, answer in zip(prompts, answers, strict=True):
+        oracle.check(answer, prompt, tolerance=RECOMPUTED_TOLERANCE)
+    assert loaded_tokens(cluster) > before
+
+
+def test_an_answer_of_one_token(cluster: Cluster, oracle: Oracle) -> None:
+    talk = Conversation("push-one", seed=84)
+    messages = talk.say()
+    answer = cluster.client.ask(messages, session=talk.session, max_tokens=1)
+    oracle.check(answer, messages, max_tokens=1)
+
+
+def test_many_choices_of_one_request(cluster: Cluster, oracle: Oracle) -> None:
+    talk = Conversation("push-choices", seed=85)
+    body = cluster.client.body(talk.say(), max_tokens=16) | {"n": 3, "temperature": 1.0}
+    response = httpx.post(
+        f"{cluster.gateway.url}/v1/chat/completions",
+        json=body,
+        headers={"X-Session-ID": talk.session},
+        timeout=120,
+    )
+    assert response.status_code == 200, response.text
+    assert [c["index"] for c in response.json()["choices"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("after_s", [0.0, 0.1, 0.4])
+def test_a_client_that_goes_away_strands_nothing(
+    cluster: Cluster, oracle: Oracle, after_s: float
+) -> None:
+    talk = Conversation(f"push-cancel-{after_s}", seed=86)
+    request = Request(cluster, talk, [user(text(1_500, 860 + int(after_s * 10)))])
+    time.sleep(after_s)
+    request.hang_up()
+    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
+
+
+def test_a_client_that_goes_away_while_it_is_written(cluster: Cluster, oracle: Oracle) -> None:
+    talk = Conversation("push-cancel-midst", seed=87)
+    with cluster.faults(PREFILL, delay_layer_s=0.5):
+        request = Request(cluster, talk, [user(text(LONG, 870))])
+        try:
+            wait_until(lambda: being_written(cluster, talk.session), "it is being written")
+        finally:
+            request.hang_up()
+        wait_until(lambda: not cluster.view.open_leases(), "the lease has ended")
+    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
+
+
+def test_a_corrupted_block_is_seen_by_the_oracle(cluster: Cluster, oracle: Oracle) -> None:
+    messages = [user(text(LONG, 880))]
+    with cluster.faults(DECODE, corrupt_pushed_block=True):
+        answer = cluster.client.ask(messages, session="push-corrupt", max_tokens=16)
+    assert differences(answer, oracle.answer(messages), RECOMPUTED_TOLERANCE) != []
+    cluster.view.end_session("push-corrupt")
+    wait_until(lambda: not cluster.held(DECODE), "decode has let go")
+    httpx.post(f"{cluster.decode.url}/reset_prefix_cache", timeout=10)
+
+
+def test_a_push_that_stands_still_is_recomputed(cluster: Cluster, oracle: Oracle) -> None:
+    """The landing blocks stay in quarantine, until their writer is attested dead."""
+    messages = [user(text(LONG, 890))]
+    with cluster.faults(PREFILL, stall_pushes=True):
+        answer = cluster.client.ask(messages, session="push-stalled", max_tokens=16)
+    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
+    wait_until(
+        lambda: cluster.view.workers()[DECODE].pool.quarantined_blocks > 0,
+        "the landing blocks are in quarantine",
+    )
+    cluster.prefill.kill()
+    cluster.fence(PREFILL)
+    cluster.restart_worker(cluster.prefill)
+
+
+def test_prefill_killed_in_the_midst(cluster: Cluster, oracle: Oracle) -> None:
+    talk = Conversation("push-prefill-killed", seed=90)
+    messages = talk.say(LONG)
+    with cluster.faults(PREFILL, delay_layer_s=1.0), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(cluster.client.ask, messages, session=talk.session, max_tokens=16)
+        wait_until(lambda: being_written(cluster, talk.session), "it is being written")
+        cluster.prefill.kill()
+        answer = asked.result()
+    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
+    wait_until(
+        lambda: cluster.view.workers()[DECODE].pool.quarantined_blocks > 0,
+        "the landing blocks are in quarantine",
+    )
+    # Nothing but an attestation lets them go.
+    cluster.fence(PREFILL)
+    wait_until(
+        lambda: not cluster.view.workers()[DECODE].pool.quarantined_blocks,
+        "the landing blocks are free",
+    )
+    cluster.restart_worker(cluster.prefill)
+    talk.heard(answer)
+    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
+
+
+def test_decode_killed_in_the_midst(cluster: Cluster, oracle: Oracle) -> None:
+    talk = Conversation("push-decode-killed", seed=91)
+    messages = talk.say(LONG)
+    with cluster.faults(PREFILL, delay_layer_s=1.0), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(cluster.client.ask, messages, session=talk.session, max_tokens=16)
+        wait_until(lambda: being_written(cluster, talk.session), "it is being written")
+        cluster.decode.kill()
+        answer = asked.result()
+    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
+    cluster.fence(DECODE)
+    cluster.restart_worker(cluster.decode)
+    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
+
+
+def test_the_control_plane_killed_in_the_midst(cluster: Cluster, oracle: Oracle) -> None:
+    talk = Conversation("push-cp-killed", seed=92)
+    messages = talk.say(LONG)
+    with cluster.faults(PREFILL, delay_layer_s=0.2), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(cluster.client.ask, messages, session=talk.session, max_tokens=16)
+        wait_until(lambda: being_written(cluster, talk.session), "it is being written")
+        cluster.control_plane.kill()
+        answer = asked.result()
+    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
+    cluster.start_control_plane()

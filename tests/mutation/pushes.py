@@ -1,0 +1,191 @@
+# ruff: noqa: E501
+"""Ways to break pushes: see docs/architecture.md."""
+
+from __future__ import annotations
+
+from tests.mutation.mutant import AGENT, CONTROL, Mutant
+
+__all__ = ["PUSHES"]
+
+MODEL = "tests/unit/controlplane/test_push.py"
+SIDES = "tests/unit/dataplane/test_push_sides.py"
+MOVER = "tests/unit/dataplane/test_push_transfers.py"
+
+PUSHES = (
+    Mutant(
+        "push_landing_freed_on_give_up",
+        "a landing zone stays held when its request computes",
+        AGENT + "push_landing.py",
+        "        landing.published = False\n        self._holds.quarantine(landing.hold)\n",
+        "        landing.published = False\n        self._holds.release(landing.hold)\n",
+        (SIDES,),
+    ),
+    Mutant(
+        "push_revoke_frees",
+        "being told to wait no longer frees nothing",
+        AGENT + "push_landing.py",
+        '            self._abandon(landing, reason or "REVOKED")\n        return True',
+        '            self._abandon(landing, reason or "REVOKED")\n            self._holds.release(landing.hold)\n        return True',
+        (SIDES,),
+    ),
+    Mutant(
+        "push_one_rank_publishes",
+        "all ranks must have been written",
+        AGENT + "push_landing.py",
+        "        landing.published = False\n        landing.reason = landing.reason or reason\n",
+        "        landing.reason = landing.reason or reason\n",
+        (SIDES,),
+    ),
+    Mutant(
+        "push_prefill_lands",
+        "only decode's leg offers a landing zone",
+        AGENT + "destination.py",
+        "        lands = leg.leg == types_pb2.LEG_DECODE and leg.push is not None and leg.hopes\n",
+        "        lands = leg.push is not None and leg.hopes\n",
+        (SIDES,),
+    ),
+    Mutant(
+        "push_read_into_given_up",
+        "what was given up is not read into",
+        AGENT + "push_landing.py",
+        "        if pull_follows and not (landing.said or landing.abandoned):\n",
+        "        if pull_follows and not landing.said:\n",
+        (SIDES,),
+    ),
+    Mutant(
+        "push_other_hashes",
+        "what is written is what its request computes",
+        AGENT + "push_source.py",
+        "            if common_prefix(own, push.grant.hashes) < len(push.grant.hashes):\n",
+        "            if False:\n",
+        (SIDES,),
+    ),
+    Mutant(
+        "push_goes_on_after_preemption",
+        "a preempted request is not waited for",
+        AGENT + "push_source.py",
+        "        elif preemptions != push.preemptions:\n",
+        "        elif False:\n",
+        (SIDES,),
+    ),
+    Mutant(
+        "push_hits_of_the_same_step",
+        "hits of a first step are final with its layers only",
+        AGENT + "push_source.py",
+        "        if not live.steps:\n",
+        "        if False:\n",
+        (SIDES,),
+    ),
+    Mutant(
+        "push_chunk_freed_by_one_rank",
+        "a chunk is held until all ranks have written it",
+        AGENT + "push_source.py",
+        "        if not push.writing[message.number]:\n",
+        "        if True:\n",
+        (SIDES,),
+    ),
+    Mutant(
+        "push_offered_too",
+        "what is pushed is not offered to be read",
+        AGENT + "push_source.py",
+        "                self._chunk_now(push, left)\n        return True\n",
+        "                self._chunk_now(push, left)\n        return False\n",
+        (SIDES,),
+    ),
+    Mutant(
+        "push_layer_not_final",
+        "a layer is written when it is filled",
+        AGENT + "push_transfers.py",
+        "            final = step.final()\n",
+        "            final = self.num_regions\n",
+        (MOVER,),
+    ),
+    Mutant(
+        "push_posts_after_stop",
+        "nothing is posted after an order to stop",
+        AGENT + "push_transfers.py",
+        "            if not push.stopping:\n                moved |= self._post(push, chunk)\n",
+        "            moved |= self._post(push, chunk)\n",
+        (MOVER,),
+    ),
+    Mutant(
+        "push_gone_while_flying",
+        "a writer has gone when nothing of it is in flight",
+        AGENT + "push_transfers.py",
+        "            if not push.flying:\n                self._end(push, push.stopping)\n",
+        "            if True:\n                self._end(push, push.stopping)\n",
+        (MOVER,),
+    ),
+    Mutant(
+        "push_foreign_notice",
+        "only the writer's own notice counts",
+        AGENT + "push_transfers.py",
+        "        if peer != landing.peer or version != str(order.version).encode():\n",
+        "        if False:\n",
+        (MOVER,),
+    ),
+    Mutant(
+        "push_late_notice",
+        "a notice after the deadline publishes nothing",
+        AGENT + "push_transfers.py",
+        '        elif self._clock() > landing.deadline_ns:\n            self._landed(landing, "LATE")\n',
+        '        elif False:\n            self._landed(landing, "LATE")\n',
+        (MOVER,),
+    ),
+    Mutant(
+        "push_closed_reopened",
+        "what has ended is not begun again",
+        AGENT + "push_transfers.py",
+        "        if order.lease_id in self._closed or order.lease_id in self._pushes:\n            return\n",
+        "        if order.lease_id in self._pushes:\n            return\n",
+        (MOVER,),
+    ),
+    Mutant(
+        "push_lost_writer_frees",
+        "a lost stream proves nothing of a writer",
+        CONTROL + "model/push_events.py",
+        "    lease = lease.ended(LeaseState.FAILED, reason, w.now_ns)\n    w.put_lease(lease)\n    w.command(lease.destination, Revoke(",
+        "    lease = lease.ended(LeaseState.FAILED, reason, w.now_ns).with_reader_stopped()\n    w.put_lease(lease)\n    tell_landing(w, lease)\n    w.command(lease.destination, Revoke(",
+        (MODEL,),
+    ),
+    Mutant(
+        "push_writer_forgotten",
+        "a writer that may write stays known",
+        CONTROL + "model/lease_events.py",
+        "    if lease.push and not lease.reader_stopped:\n        # Somebody holds",
+        "    if False:\n        # Somebody holds",
+        (MODEL,),
+    ),
+    Mutant(
+        "push_fence_of_the_wrong_side",
+        "a fenced writer lets its landing zones go",
+        CONTROL + "model/worker_events.py",
+        "        if lease.mover == ref:\n",
+        "        if lease.destination == ref:\n",
+        (MODEL,),
+    ),
+    Mutant(
+        "push_books_believed",
+        "books that may be behind prove nothing of a writer",
+        CONTROL + "model/push_events.py",
+        "    if lease is not None and lease.reader_stopped:\n        w.command(ref, WriterStopped(",
+        "    if lease is not None and not lease.open:\n        w.command(ref, WriterStopped(",
+        (MODEL,),
+    ),
+    Mutant(
+        "push_anybodys_word",
+        "only the writer's process says that it has stopped",
+        CONTROL + "model/push_events.py",
+        "    return worker is not None and worker.was(named)\n",
+        "    return worker is not None\n",
+        (MODEL,),
+    ),
+    Mutant(
+        "push_declined_is_read",
+        "who wants no push reads nothing either",
+        CONTROL + "model/replica_events.py",
+        "    if turn.token in w.state.push_declined:\n",
+        "    if False:\n",
+        (MODEL,),
+    ),
+)
