@@ -283,13 +283,15 @@ def ended(prompt: int, cached: int, asked: int, reason: str = "SHORT_PROMPT") ->
 def test_why_it_is_not() -> None:
     assert rejected(Planner(), prompt_tokens=0) == "LENGTH_UNKNOWN"
     assert rejected(Planner(), prompt_tokens=3_500) == "LONG_PROMPT"
-    assert rejected(Planner(direct_tokens=0)) == "DIRECT_OFF"
     assert rejected(Planner(), policy=ReturnPolicy.ALWAYS) == "POLICY_ALWAYS"
     changed = Session(KEY, 0, 0, turn_count=1, turns=(ended(3_200, 40, 3_200),), last_prefill="p1")
     assert rejected(Planner(), session=changed) == "HISTORY_CHANGED"
     slow = Planner()
     slow.rates.observe_prefill("d1", 100, 1_000 * MS)
     assert rejected(slow) == ""
+    for planner, prompt in ((Planner(direct_tokens=0), 3_300), (Planner(), 5_000)):
+        _, plan = decide(planner, FLEET, replicas=HELD, prompt_tokens=prompt)
+        assert all(one.return_mode is not ReturnMode.DIRECT for one in plan.candidates)
     no_cache = [replace(x, prefix_caching=x.role is P) for x in FLEET]
     _, plan = decide(Planner(), no_cache, replicas=HELD, prompt_tokens=3_300)
     assert all(one.return_mode is not ReturnMode.DIRECT for one in plan.candidates)

@@ -120,9 +120,6 @@ _PLACEMENTS = {
     "NOT_WORTH_A_MOVE": _fine(
         "it was predicted to be faster by too little to leave the KV for it", NOTHING
     ),
-    "DIRECT_OFF": _fine(
-        "no turn runs at decode alone here", "--direct-tokens of the control plane allows it"
-    ),
     "LENGTH_UNKNOWN": _fine(
         "the caller did not say how long the prompt is, so nobody knew how much of it was new",
         "give prompt_tokens_estimate in BeginTurn; the gateway does",

@@ -239,9 +239,12 @@ class Planner:
         )
 
     def _direct(self, choice: Choice, ask: _Ask, reusable: int, prompt: int) -> Candidate | None:
-        """The same turn at decode alone; None where it has no cache that could be found again."""
+        """The same turn at decode alone; None where it has no cache that could be found again, or
+        where that much is new that nobody would think of it."""
         decode = choice.decode
         if choice.holder is not decode or not decode.prefix_caching:
+            return None
+        if prompt - reusable > 4 * self.direct_tokens or not self.direct_tokens:
             return None
         rejected = self._why_not_direct(ask, reusable, prompt)
         return self._predict(None, decode, ReturnMode.DIRECT, reusable, 0, 0, prompt, rejected)
@@ -249,8 +252,6 @@ class Planner:
     def _why_not_direct(self, ask: _Ask, reusable: int, prompt: int) -> str:
         if ask.policy is not ReturnPolicy.AUTO:
             return "POLICY_NEVER" if ask.policy is ReturnPolicy.NEVER else "POLICY_ALWAYS"
-        if not self.direct_tokens:
-            return "DIRECT_OFF"
         if not prompt:
             return "LENGTH_UNKNOWN"
         if prompt - reusable + self.rates.missed > self.direct_tokens:
