@@ -240,6 +240,7 @@ def planned(
     asked = max(1, int(r.prompt * one.guess))
     choice: Choice
     choice, plan = c.planner.decide(
+        now_ns=now,
         workers=c.workers,
         session=one.session,
         replicas=replicas,
@@ -293,7 +294,7 @@ def replay(
         run.decode_tokens += 0 if prefill else computed
         if plan is not None:
             run.off.append(plan.predicted_ttft_us * 1e3 / max(1, ttft))
-        _learn(cluster, one, r, plan, (prefill, decode, computed, begin, end), reports, order)
+        _learn(cluster, one, r, plan, (prefill, decode, computed, begin, end), now, reports, order)
         _leave(cluster, one, r, now + ttft, prefill or one.prefill, decode, plan, ttft)
     return run, bound
 
@@ -304,6 +305,7 @@ def _learn(
     r: Request,
     plan: Plan | None,
     took: tuple[str, str, int, int, int],
+    now: int,
     reports: list[tuple[int, int, Callable[[], None]]],
     order: itertools.count[int],
 ) -> None:
@@ -314,12 +316,12 @@ def _learn(
         cluster.turns_on[name] += 1
     token = f"{one.session.key.session_id}/{one.number}"
     if prefill and plan is not None:
-        rates.give(token, prefill, plan.candidates[0].compute_tokens)
+        rates.give(token, prefill, plan.candidates[0].compute_tokens, now)
 
     def report() -> None:
         for name in {prefill, decode} - {""}:
             cluster.turns_on[name] -= 1
-        given = rates.done(token)
+        given = rates.done(token, end)
         if given and plan is not None and plan.return_mode is not ReturnMode.NONE:
             rates.observe_miss(computed - given)
         rates.observe_prefill(worker, computed, end - begin)

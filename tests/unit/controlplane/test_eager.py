@@ -309,7 +309,7 @@ def test_the_target_is_the_prefill_worker_that_will_get_the_next_turn() -> None:
     assert turn.prefill is not None
     assert turn.prefill.worker == prefill
     for number in range(3):
-        world.registry.planner.rates.give(f"busy-{number}", "p", 2_000)
+        world.registry.planner.rates.give(f"busy-{number}", "p", 2_000, world.now)
     world.offer(decode, 20, turn)
     (order,) = world.told(decode, c.Harden)
     assert order.destination == other

@@ -57,6 +57,7 @@ def place(
 ) -> Choice:
     session = Session(SessionKey("t", "s"), 0, 0, last_prefill=last_prefill)
     choice, _ = Planner().decide(
+        now_ns=0,
         workers={x.ref.worker_id: x for x in workers},
         session=session,
         replicas=replicas,

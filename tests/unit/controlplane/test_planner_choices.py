@@ -32,7 +32,7 @@ tokens = itertools.count()
 
 def busy(planner: Planner, name: str, prompt_tokens: float) -> str:
     token = f"busy-{next(tokens)}"
-    planner.rates.give(token, name, prompt_tokens)
+    planner.rates.give(token, name, prompt_tokens, 0)
     return token
 
 
@@ -42,7 +42,7 @@ def waiting(one: Worker, count: int, running: int = 0) -> Worker:
 
 def decide(planner: Planner, fleet: list[Worker], **more: Any) -> tuple[Choice, Plan]:
     more.setdefault("session", Session(KEY, 0, 0, last_prefill="p1"))
-    return planner.decide(workers={x.ref.worker_id: x for x in fleet}, **more)
+    return planner.decide(now_ns=0, workers={x.ref.worker_id: x for x in fleet}, **more)
 
 
 def where(choice: Choice) -> tuple[str, str]:
@@ -98,20 +98,20 @@ def test_the_wait_for_a_grant_is_learned() -> None:
 def test_a_backlog_ends_with_its_legs() -> None:
     planner = Planner()
     one, two = busy(planner, "p1", 1_000), busy(planner, "p1", 0.1)
-    assert planner.rates.queue_ns(FLEET[0]) == pytest.approx(0.5e9, rel=0.01)
-    planner.rates.done(one)
-    planner.rates.done(one)
-    planner.rates.done(two)
-    assert planner.rates.queue_ns(FLEET[0]) == 0
+    assert planner.rates.queue_ns(FLEET[0], 0) == pytest.approx(0.5e9, rel=0.01)
+    planner.rates.done(one, 0)
+    planner.rates.done(one, 0)
+    planner.rates.done(two, 0)
+    assert planner.rates.queue_ns(FLEET[0], 0) == 0
     assert not planner.rates.given
 
 
 def test_requests_of_others_count_by_the_heartbeat() -> None:
     rates = Rates()
-    rates.give("ours", "p1", 100)
-    alone = rates.queue_ns(FLEET[0])
-    assert rates.queue_ns(waiting(FLEET[0], 3)) == alone
-    assert rates.queue_ns(waiting(FLEET[0], 11)) == alone + int(
+    rates.give("ours", "p1", 100, 0)
+    alone = rates.queue_ns(FLEET[0], 0)
+    assert rates.queue_ns(waiting(FLEET[0], 3), 0) == alone
+    assert rates.queue_ns(waiting(FLEET[0], 11), 0) == alone + int(
         10 * 512 / PREFILL_TOKENS_PER_S * 1e9
     )
 
@@ -224,11 +224,11 @@ def crowd() -> tuple[list[int], list[int]]:
             moved += name != at[number]
             at[number] = name
             token = f"turn-{round_}-{number}"
-            planner.rates.give(token, name, plan.candidates[0].compute_tokens)
+            planner.rates.give(token, name, plan.candidates[0].compute_tokens, 0)
             given.append(token)
         moves.append(moved)
         for token in given:
-            planner.rates.done(token)
+            planner.rates.done(token, 0)
     return moves, [list(at.values()).count(name) for name in ("p1", "p2")]
 
 
@@ -325,3 +325,28 @@ def test_what_legs_compute_beyond_their_predictions_is_learned_in_the_median() -
     for _ in range(3_000):
         planner.rates.observe_miss(1e9)
     assert planner.rates.missed == MISS_MOST
+
+
+def test_a_leg_that_is_late_is_waited_for_as_long_again() -> None:
+    """Its prediction was wrong: a history that was rewritten takes seconds instead of nothing."""
+    rates = Rates()
+    rates.give("first", "p1", 200, 0)  # 100 ms
+    rates.give("second", "p1", 2_000, 50 * MS)  # 1 s
+    at = {ms: rates.queue_ns(FLEET[0], ms * MS) // MS for ms in (50, 100, 600)}
+    assert at == {50: 1_050, 100: 1_000, 600: 1_500}
+    rates.done("first", 700 * MS)
+    assert rates.queue_ns(FLEET[0], 700 * MS) // MS == 1_000
+    assert rates.queue_ns(FLEET[0], 1_500 * MS) // MS == 200
+    rates.done("second", 1_700 * MS)
+    assert rates.queue_ns(FLEET[0], 9_000 * MS) == 0
+
+
+def test_a_leg_that_never_came_is_not_waited_for() -> None:
+    rates = Rates()
+    rates.give("lost", "p1", 2_000, 0)
+    idle = replace(FLEET[0], pool=PoolStats(total_blocks=10))
+    at_work = replace(FLEET[0], pool=PoolStats(total_blocks=10, running_requests=1))
+    assert rates.queue_ns(idle, 2_000 * MS) == 1_000 * MS
+    assert rates.queue_ns(idle, 3_000 * MS) == 0
+    assert rates.queue_ns(at_work, 3_000 * MS) == 2_000 * MS
+    assert rates.queue_ns(FLEET[0], 3_000 * MS) == 2_000 * MS

@@ -41,7 +41,7 @@ def consider(w: Work, key: SessionKey, turn: Turn, replica: Replica) -> None:
         _skip(w, key, turn.number, "NO_PREFILL_LEG")
         return
     last = w.state.sessions[key].last_prefill
-    target = w.planner.next_prefill(w.state.workers, last)
+    target = w.planner.next_prefill(w.state.workers, last, w.now_ns)
     open_lease = _open_lease(w, key)
     before = w.state.workers.get(last)
     why_not = "NO_PREFILL_WORKER"

@@ -93,6 +93,7 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
     full = admission.full_workers(w)
     try:
         choice, plan = w.planner.decide(
+            now_ns=w.now_ns,
             workers=state.workers,
             turns_on=state.turns_on,
             replicas_on=state.replicas.count_of,
@@ -133,7 +134,7 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
         # What decode computes alone is reported only when its answer has ended: no queue is known
         # by that, only by heartbeats.
         tokens = plan.candidates[0].compute_tokens or rates.leg_tokens
-        rates.give(turn.token, prefill.ref.worker_id, tokens)
+        rates.give(turn.token, prefill.ref.worker_id, tokens, w.now_ns)
     w.gaps.back(ask.key, w.now_ns)
     w.put_session(session.with_turn(turn, w.now_ns))
     # One object for all indexes: there are as many as turns that run.
@@ -330,7 +331,7 @@ def end(
 def _learn(w: Work, turn: Turn, outcome: TurnOutcome, usage: Usage | None) -> None:
     """What a turn's end says about rates."""
     rates = w.planner.rates
-    rates.done(turn.token)
+    rates.done(turn.token, w.now_ns)
     if outcome is not TurnOutcome.COMPLETED:
         return
     decode = turn.decode.worker.worker_id
@@ -346,7 +347,7 @@ def _learn(w: Work, turn: Turn, outcome: TurnOutcome, usage: Usage | None) -> No
 def _measured(w: Work, key: SessionKey | None, number: int, report: LegReport) -> None:
     """A prefill leg was computed: nobody waits for it any more, and it shows by how much its
     prediction was off."""
-    predicted = w.planner.rates.done(report.turn_token)
+    predicted = w.planner.rates.done(report.turn_token, w.now_ns)
     session = w.state.sessions.peek(key) if key is not None and predicted else None
     turn = session.find(number) if session is not None else None
     if turn is not None and turn.asked_tokens and turn.plan.return_mode in _RETURNS:

@@ -56,6 +56,7 @@ def place(
     session: Session,
     replicas: Collection[Replica],
     excluded: Collection[str],
+    now_ns: int,
 ) -> Choice:
     """Decode stays where the longest replica lies, prefill where it was; else the least loaded.
     NoWorkerError when nothing is left. A turn that stays where the one before ran is placed without
@@ -75,7 +76,7 @@ def place(
     def load(worker: Worker) -> tuple[int, int, int, str]:
         name = worker.ref.worker_id
         return (
-            rates.queue_ns(worker) // QUEUE_STEP_NS,
+            rates.queue_ns(worker, now_ns) // QUEUE_STEP_NS,
             fleet.turns_on.get(name, 0),
             fleet.replicas_on.get(name, 0),
             name,

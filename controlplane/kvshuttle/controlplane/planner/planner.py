@@ -64,6 +64,7 @@ class _Ask(Struct, frozen=True):
     policy: ReturnPolicy
     excluded: Collection[str]
     arriving: str
+    now_ns: int
 
 
 @dataclass(slots=True)
@@ -78,6 +79,7 @@ class Planner:
     def decide(
         self,
         *,
+        now_ns: int,
         workers: Mapping[str, Worker],
         session: Session,
         replicas: Collection[Replica] = (),
@@ -93,11 +95,11 @@ class Planner:
         none; `excluded` workers are not used; `arriving` is the one to which the session's KV is on
         its way, or empty."""
         fleet = Fleet(workers, turns_on, replicas_on)
-        ask = _Ask(session, replicas, policy, excluded, arriving)
-        choice = placing.place(self.rates, fleet, session, replicas, excluded)
+        ask = _Ask(session, replicas, policy, excluded, arriving, now_ns)
+        choice = placing.place(self.rates, fleet, session, replicas, excluded, now_ns)
         prompt = expected_tokens(session, prompt_tokens)
         plan = self.plan(choice, policy, prompt, replicas, arriving)
-        first = self.predict(choice, plan, prompt)
+        first = self.predict(choice, plan, prompt, ask.now_ns)
         others: list[Candidate] = []
         if first.queue_us > MOVE_LEAST_US or first.decode_queue_us > MOVE_LEAST_US:
             elsewhere = self._elsewhere(fleet, ask, choice, prompt)
@@ -112,7 +114,7 @@ class Planner:
                     others.append(its if slower else replace(its, rejected="NOT_WORTH_A_MOVE"))
         elif choice.runner_up is not None:
             second = replace(choice, prefill=choice.runner_up)
-            others.append(self.predict(second, plan, prompt))
+            others.append(self.predict(second, plan, prompt, now_ns))
         placement = choice.placement
         if choice.prefill is not None and choice.replica is not None:
             direct = self._direct(choice, ask, plan.reusable_tokens, prompt)
@@ -184,7 +186,7 @@ class Planner:
         return self.rates.moves_ns(source, name, num_blocks) < recompute
 
     # -- how long ------------------------------------------------------------------------------
-    def predict(self, choice: Choice, plan: Plan, prompt: int) -> Candidate:
+    def predict(self, choice: Choice, plan: Plan, prompt: int, now_ns: int) -> Candidate:
         """What a placement with a plan is predicted to take. Of a prompt whose length nobody said
         the part that was not there before is guessed."""
         mode = plan.return_mode
@@ -197,6 +199,7 @@ class Planner:
             plan.reusable_tokens if choice.holder is choice.decode else 0,
             plan.predicted_transfer_ns // 1_000 if moved else 0,
             prompt,
+            now_ns,
         )
 
     def _predict(
@@ -208,6 +211,7 @@ class Planner:
         at_decode: int,
         transfer_us: int,
         prompt: int,
+        now_ns: int,
         rejected: str = "",
     ) -> Candidate:
         rates = self.rates
@@ -228,7 +232,7 @@ class Planner:
             prefill.ref.worker_id if prefill is not None else "",
             decode.ref.worker_id,
             mode,
-            rates.queue_ns(worker) // 1_000,
+            rates.queue_ns(worker, now_ns) // 1_000,
             transfer_us,
             rates.computes_ns(name, computes) // 1_000,
             rates.decode_queue_ns(decode) // 1_000,
@@ -247,7 +251,9 @@ class Planner:
         if prompt - reusable > 4 * self.direct_tokens or not self.direct_tokens:
             return None
         rejected = self._why_not_direct(ask, reusable, prompt)
-        return self._predict(None, decode, ReturnMode.DIRECT, reusable, 0, 0, prompt, rejected)
+        return self._predict(
+            None, decode, ReturnMode.DIRECT, reusable, 0, 0, prompt, ask.now_ns, rejected
+        )
 
     def _why_not_direct(self, ask: _Ask, reusable: int, prompt: int) -> str:
         if ask.policy is not ReturnPolicy.AUTO:
@@ -260,21 +266,23 @@ class Planner:
         return "HISTORY_CHANGED" if _missed(ask.session) else ""
 
     # -- ahead ---------------------------------------------------------------------------------
-    def next_prefill(self, workers: Mapping[str, Worker], last: str) -> Worker | None:
+    def next_prefill(self, workers: Mapping[str, Worker], last: str, now_ns: int) -> Worker | None:
         """The prefill worker that will probably get a session's next turn: the one that had its
         last, unless so much waits there that the turn would be placed elsewhere. None where no
         worker only prefills."""
         stays = workers.get(last)
         if stays is not None and stays.ready and stays.role is WorkerRole.PREFILL:
-            if self.rates.queue_ns(stays) <= MOVE_LEAST_US * 1_000:
+            if self.rates.queue_ns(stays, now_ns) <= MOVE_LEAST_US * 1_000:
                 return stays
         else:
             stays = None
         found = [w for w in workers.values() if w.ready and w.role is WorkerRole.PREFILL]
-        least = min(found, key=lambda w: (self.rates.queue_ns(w), w.ref.worker_id), default=None)
+        least = min(
+            found, key=lambda w: (self.rates.queue_ns(w, now_ns), w.ref.worker_id), default=None
+        )
         if stays is None or least is None:
             return least
-        spared_ns = self.rates.queue_ns(stays) - self.rates.queue_ns(least)
+        spared_ns = self.rates.queue_ns(stays, now_ns) - self.rates.queue_ns(least, now_ns)
         return least if spared_ns > AHEAD_NS else stays
 
     # -- elsewhere -----------------------------------------------------------------------------
@@ -287,7 +295,7 @@ class Planner:
 
         def tried(choice: Choice) -> tuple[Choice, Plan, Candidate]:
             plan = self.plan(choice, ask.policy, prompt, ask.replicas, ask.arriving)
-            return choice, plan, self.predict(choice, plan, prompt)
+            return choice, plan, self.predict(choice, plan, prompt, ask.now_ns)
 
         def cost(one: tuple[Choice, Plan, Candidate]) -> tuple[int, str, str]:
             return one[2].ttft_us, one[2].prefill, one[2].decode

@@ -56,9 +56,18 @@ OUTLIER = 8.0
 """A sample counts as this many times the rate at most, and as no less than this part of it."""
 FAR_NS = 86_400 * SECOND
 """A day: what is predicted to take longer is not told apart, whatever was asked or reported."""
+IDLE_NS = 3 * SECOND
+"""Three heartbeats. A leg that was given longer ago, to a worker that says that it has nothing to
+do, never came there or has ended without a word: its gateway has died."""
 LOADING = 2
 """Requests that an engine calls waiting while their KV is moved in; so many, and a quarter of those
 that run, are no queue for a place."""
+
+
+def _idle(worker: Worker) -> bool:
+    """Whether a worker's heartbeat says that it has no request at all."""
+    pool = worker.pool  # all zero until the first heartbeat
+    return bool(pool.total_blocks) and not pool.running_requests and not pool.waiting_requests
 
 
 @dataclass(slots=True)
@@ -103,11 +112,18 @@ class Wait:
 
 @dataclass(slots=True)
 class Backlog:
-    """Prompt tokens that a worker has been given and has not said that it computed, and in how many
-    legs. Known at once, where a heartbeat is up to a second old."""
+    """What a worker has been given and has not said that it computed: known at once, where a
+    heartbeat is up to a second old. `legs` are tokens and the time of giving by turn token, in
+    order; `since_ns` is when it last said that one was done."""
 
     tokens: float = 0.0
-    legs: int = 0
+    legs: dict[str, tuple[float, int]] = field(default_factory=dict)
+    since_ns: int = 0
+
+    def head(self) -> tuple[float, int]:
+        """The leg that is probably being computed: its tokens, and since when."""
+        tokens, given_ns = next(iter(self.legs.values()))
+        return tokens, max(given_ns, self.since_ns)
 
 
 @dataclass(slots=True)
@@ -123,7 +139,7 @@ class Rates:
     turns: dict[str, Wait] = field(default_factory=dict)
     backlogs: dict[str, Backlog] = field(default_factory=dict)
     # Legs that were given and not reported, by turn token.
-    given: dict[str, tuple[str, float]] = field(default_factory=dict)
+    given: dict[str, str] = field(default_factory=dict)
     leg_tokens: float = NEW_TOKENS
     """Tokens that a leg computes, in the mean."""
     missed: float = 0.0
@@ -162,14 +178,14 @@ class Rates:
             wait = self.turns[decode] = Wait(TURN_NS, TURN_MOST_NS)
         wait.observe(elapsed_ns)
 
-    def give(self, token: str, worker_id: str, tokens: float) -> None:
+    def give(self, token: str, worker_id: str, tokens: float, now_ns: int) -> None:
         """A leg with so many tokens to compute is on its way to a worker."""
         backlog = self.backlogs.get(worker_id)
         if backlog is None:
             backlog = self.backlogs[worker_id] = Backlog()
         backlog.tokens += tokens
-        backlog.legs += 1
-        self.given[token] = (worker_id, tokens)
+        backlog.legs[token] = (tokens, now_ns)
+        self.given[token] = worker_id
 
     def observe_miss(self, tokens: float) -> None:
         """A leg computed so many tokens more than was predicted (or fewer)."""
@@ -177,18 +193,17 @@ class Rates:
             step = MISS_STEP if tokens > 0 else -MISS_STEP
             self.missed = min(max(self.missed + step, -MISS_MOST), MISS_MOST)
 
-    def done(self, token: str) -> float:
+    def done(self, token: str, now_ns: int) -> float:
         """It was computed, or will not be. How many tokens were predicted; 0 where it is not
         known."""
-        given = self.given.pop(token, None)
-        if given is None:
+        backlog = self.backlogs.get(self.given.pop(token, ""))
+        leg = backlog.legs.pop(token, None) if backlog is not None else None
+        if backlog is None or leg is None:
             return 0.0
-        backlog = self.backlogs.get(given[0])
-        if backlog is not None:
-            backlog.legs -= 1
-            # Sums of floats do not come back to 0 by themselves.
-            backlog.tokens = max(0.0, backlog.tokens - given[1]) if backlog.legs else 0.0
-        return given[1]
+        # Sums of floats do not come back to 0 by themselves.
+        backlog.tokens = max(0.0, backlog.tokens - leg[0]) if backlog.legs else 0.0
+        backlog.since_ns = now_ns
+        return leg[0]
 
     def forget_worker(self, worker_id: str) -> None:
         """A worker is no longer listed."""
@@ -221,16 +236,26 @@ class Rates:
         overhead = wait.value if wait is not None else OVERHEAD_NS
         return int(min(overhead + num_blocks * source.bytes_per_block * SECOND / link, FAR_NS))
 
-    def queue_ns(self, worker: Worker) -> int:
-        """How long a prompt that comes now waits for what a worker has to compute before it."""
+    def queue_ns(self, worker: Worker, now_ns: int) -> int:
+        """How long a prompt that comes now waits for what a worker has to compute before it. One
+        that takes longer than was predicted (its history was rewritten) is expected to go on for as
+        long as it is late already: nothing better is known of it."""
         name = worker.ref.worker_id
         backlog = self.backlogs.get(name)
-        tokens = backlog.tokens if backlog is not None else 0.0
         # Requests that wait there and are no turns of ours, by the last heartbeat.
-        others = worker.pool.waiting_requests - (backlog.legs if backlog is not None else 0)
+        others = worker.pool.waiting_requests
+        queue_ns = 0
+        if backlog is not None and backlog.legs:
+            others -= len(backlog.legs)
+            tokens, since_ns = backlog.head()
+            since_ns = max(0, now_ns - since_ns)
+            if since_ns < IDLE_NS or not _idle(worker):
+                takes_ns = self.computes_ns(name, tokens)
+                queue_ns = self.computes_ns(name, backlog.tokens) - takes_ns
+                queue_ns += abs(takes_ns - since_ns)
         if others > LOADING:
-            tokens += others * self.leg_tokens
-        return self.computes_ns(name, tokens) if tokens else 0
+            queue_ns += self.computes_ns(name, others * self.leg_tokens)
+        return queue_ns
 
     def decode_queue_ns(self, worker: Worker) -> int:
         """How long a request waits for a place at decode: those before it, by the last heartbeat,
