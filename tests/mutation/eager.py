@@ -143,7 +143,7 @@ EAGER = (
     Mutant(
         "eager_hit_of_an_old_boot",
         "what another boot had is no hit",
-        CONTROL + "planner/planner.py",
+        CONTROL + "planner/history.py",
         "        one.worker == worker.ref\n",
         "        one.worker.worker_id == worker.ref.worker_id\n",
         ("tests/unit/controlplane/test_planner_choices.py",),
@@ -151,7 +151,7 @@ EAGER = (
     Mutant(
         "eager_hit_too_short",
         "a shorter copy is no hit",
-        CONTROL + "planner/planner.py",
+        CONTROL + "planner/history.py",
         "        and one.num_blocks >= replica.num_blocks\n",
         "",
         (

@@ -22,7 +22,7 @@ from kvshuttle.controlplane.model.terms import (
 from kvshuttle.controlplane.model.worker import Worker
 from kvshuttle.controlplane.planner import Choice, Planner, Rates
 from kvshuttle.controlplane.planner import planner as planning
-from kvshuttle.controlplane.planner.planner import expected_tokens
+from kvshuttle.controlplane.planner.history import expected_tokens
 from kvshuttle.controlplane.planner.rates import MISS_MOST, PREFILL_TOKENS_PER_S
 from tests.unit.controlplane.test_planner import MS, B, D, P, replica, worker
 from tests.unit.controlplane.world import KEY

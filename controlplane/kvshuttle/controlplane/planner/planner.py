@@ -17,12 +17,11 @@ from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.session import Candidate, Plan
 from kvshuttle.controlplane.model.terms import (
-    ReplicaState,
     ReturnMode,
     ReturnPolicy,
     WorkerRole,
 )
-from kvshuttle.controlplane.planner import placing
+from kvshuttle.controlplane.planner import history, placing
 from kvshuttle.controlplane.planner.placing import Choice, Fleet
 from kvshuttle.controlplane.planner.rates import Rates
 
@@ -51,9 +50,6 @@ DIRECT_TOKENS = 256
 """Default of `Limits.direct_tokens`."""
 MOST_SHOWN = 4
 """Candidates that a plan keeps."""
-HELD_SHARE = 0.5
-"""A turn at decode alone that found less than this share of its history in decode's cache was a
-mistake: the client changes its history, and prefill had better compute it."""
 
 
 class _Ask(Struct, frozen=True):
@@ -97,7 +93,7 @@ class Planner:
         fleet = Fleet(workers, turns_on, replicas_on)
         ask = _Ask(session, replicas, policy, excluded, arriving, now_ns)
         choice = placing.place(self.rates, fleet, session, replicas, excluded, now_ns)
-        prompt = expected_tokens(session, prompt_tokens)
+        prompt = history.expected_tokens(session, prompt_tokens)
         plan = self.plan(choice, policy, prompt, replicas, arriving)
         first = self.predict(choice, plan, prompt, ask.now_ns)
         others: list[Candidate] = []
@@ -167,7 +163,7 @@ class Planner:
             useful < self.min_tokens or recompute_ns <= transfer_ns
         ):
             mode, reason = ReturnMode.NONE, "CHEAPER_TO_RECOMPUTE"
-        elif _has(copies, destination, replica):
+        elif history.has(copies, destination, replica):
             mode, reason = ReturnMode.EAGER, "EAGER_HIT"
         elif arriving == name:
             mode, reason = ReturnMode.EAGER, "EAGER_IN_FLIGHT"
@@ -263,7 +259,7 @@ class Planner:
         if prompt - reusable + self.rates.missed > self.direct_tokens:
             # It would hold up the answers that decode is generating.
             return "LONG_PROMPT"
-        return "HISTORY_CHANGED" if _missed(ask.session) else ""
+        return "HISTORY_CHANGED" if history.missed(ask.session) else ""
 
     # -- ahead ---------------------------------------------------------------------------------
     def next_prefill(self, workers: Mapping[str, Worker], last: str, now_ns: int) -> Worker | None:
@@ -333,39 +329,3 @@ class Planner:
                 if best is None or cost(one) < cost(best):
                     best = one
         return best
-
-
-def expected_tokens(session: Session, asked: int) -> int:
-    """A prompt's length: what the engine counted for the last turn, and what the caller's guess has
-    grown by since, in the proportion in which it was wrong then. The guess alone for a first turn;
-    0 where there is none."""
-    last = session.last_ended()
-    if not asked or last is None or last.usage is None or not last.asked_tokens:
-        return asked
-    counted = last.usage.prompt_tokens
-    if not counted:
-        return asked
-    ratio = min(max(counted / last.asked_tokens, 0.125), 8.0)
-    if asked < last.asked_tokens:
-        return max(1, int(asked * ratio))
-    return int(counted + (asked - last.asked_tokens) * ratio)
-
-
-def _has(copies: Collection[Replica], worker: Worker, replica: Replica) -> bool:
-    """Whether a worker has all of a replica in its own cache."""
-    return any(
-        one.worker == worker.ref
-        and one.head_hash == replica.head_hash
-        and one.state is not ReplicaState.GONE
-        and one.num_blocks >= replica.num_blocks
-        for one in copies
-        if one is not replica
-    )
-
-
-def _missed(session: Session) -> bool:
-    last = session.last_ended()
-    if last is None or last.usage is None or last.plan.reason != "SHORT_PROMPT":
-        return False
-    hoped = min(last.plan.reusable_tokens, last.usage.prompt_tokens)
-    return last.usage.cached_tokens < HELD_SHARE * hoped
