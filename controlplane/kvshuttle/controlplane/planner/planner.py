@@ -305,7 +305,8 @@ class Planner:
                 TRIED,
                 (one for one in placing.prefills(able, stays.decode) if one is not stays.prefill),
                 key=lambda one: (
-                    self.rates.queue_ns(one) + self.rates.computes_ns(one.ref.worker_id, computes),
+                    self.rates.queue_ns(one, ask.now_ns)
+                    + self.rates.computes_ns(one.ref.worker_id, computes),
                     one.ref.worker_id,
                 ),
             )
