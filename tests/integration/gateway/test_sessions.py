@@ -121,7 +121,7 @@ async def test_a_tenant_sees_its_own_sessions(cluster: Cluster, tmp_path: Path) 
         async with http, AsyncConversation("mine") as mine:
             await http.post("/v1/chat/completions", json=CHAT)
             assert await mine.tool_running(20)
-            assert "acme" not in repr(mine._gateway)
+            assert "acme" not in repr(mine._known.gateway)
 
 
 async def test_an_agents_conversation(
@@ -231,7 +231,37 @@ async def test_a_default_conversation_and_what_cannot_be_meant(gateway: RunningG
         assert await one.over()
     with pytest.raises(ValueError, match="1 to 256 printable"):
         Conversation("a\nb")
-    with pytest.raises(ValueError, match="use low, normal or high"):
+    with pytest.raises(ValueError, match="use one of low, normal, high"):
         Conversation(value="great")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="give seconds from 0 up"):
         one.idle_after(-1)
+
+
+async def test_a_body_that_does_not_come(cluster: Cluster) -> None:
+    target = cluster.server.addresses.api
+    async with running_gateway(control_plane=target, body_timeout_s=0.1) as gateway:
+        port = httpx.URL(gateway.server.url).port
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        head = f"POST {PATH}s/hint HTTP/1.1\r\nhost: gateway\r\ncontent-length: 9\r\n\r\n"
+        writer.write(head.encode())
+        assert (await reader.readline()).split()[1] == b"408"
+        writer.close()
+        await writer.wait_closed()
+
+
+async def test_either_kind_of_client_in_either_kind_of_conversation(
+    gateway: RunningGateway, cluster: Cluster, caplog: pytest.LogCaptureFixture
+) -> None:
+    with attach(httpx.Client(base_url=gateway.http.base_url)) as http:
+        async with AsyncConversation("s1") as one:
+            await asyncio.to_thread(http.post, "/v1/chat/completions", json=CHAT)
+            assert await one.tool_running(20)
+    assert (await cluster.session("s1")).state == session.SESSION_STATE_ENDED
+
+    async with attach(httpx.AsyncClient(base_url=gateway.http.base_url)) as http:
+        with Conversation("s2") as two:
+            await http.post("/v1/chat/completions", json=CHAT)
+            assert two.last is not None
+            # It would have to wait for the event loop that it blocks.
+            assert not two.tool_running(20)
+    assert "use AsyncConversation" in caplog.messages[-1]

@@ -17,38 +17,39 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import inspect
 import logging
 import time
-import uuid
 from contextvars import ContextVar, Token
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
-from urllib.parse import quote
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+
+from kvshuttle.client.conversation import (
+    SESSION_HEADER,
+    Known,
+    Pause,
+    Talk,
+    TurnReport,
+    TurnSeen,
+)
+from kvshuttle.client.sessions import hints
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Coroutine
     from types import TracebackType
 
-__all__ = ["AsyncConversation", "Conversation", "TurnReport", "TurnSeen", "Value", "attach"]
+    from kvshuttle.client.conversation import Message, Steps
+    from kvshuttle.client.sessions import Value
+
+__all__ = ["AsyncConversation", "Conversation", "TurnReport", "TurnSeen", "attach"]
 
 log = logging.getLogger(__name__)
 
-Value = Literal["low", "normal", "high"]
-"""What a conversation's KV is worth against others of its tenant."""
-
-SESSION_HEADER = "x-session-id"
-EXPECTED_IDLE_HEADER = "x-kvshuttle-expected-idle"
-VALUE_HEADER = "x-kvshuttle-value"
-_SEEN_PREFIX = "x-kvshuttle-"
-_API = "/v1/"
-_SESSIONS = "/v1/kvshuttle/sessions/"
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 HINT_TIMEOUT_S = 2.0
 """A tool does not wait longer for its announcement to be taken."""
-REPORT_WITHIN_S = 2.0
-"""The gateway ends a turn just after its answer's last byte: a report may have to wait for that."""
-_REPORT_PAUSE_S = 0.02
 
 
 class _HttpClient(Protocol):
@@ -62,180 +63,124 @@ class _HttpClient(Protocol):
 
 _H = TypeVar("_H", bound=_HttpClient)
 
-
-@dataclass(frozen=True, slots=True)
-class TurnSeen:
-    """What the gateway said of a turn in its answer's headers."""
-
-    session_id: str
-    turn: int | None
-    """None: the control plane placed no turn."""
-    mode: str
-    """How earlier KV was meant to reach prefill: none, lazy, eager, direct."""
-    reason: str
-    fallback: str
+_current: ContextVar[Known | None] = ContextVar("kvshuttle_conversation", default=None)
 
 
-@dataclass(frozen=True, slots=True)
-class TurnReport:
-    """A turn that has ended, as the control plane knows it."""
-
-    turn: int
-    outcome: str
-    mode: str
-    reason: str
-    prompt_tokens: int
-    cached_tokens: int
-    """Of the prompt, what prefill did not compute: its own cache, and what was returned to it."""
-    output_tokens: int
-    time_to_first_token_s: float | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Gateway:
-    """Where the last answer came from, and what was shown there."""
-
-    http: Any
-    sessions_url: str
-    headers: dict[str, str] = field(repr=False)
-
-
-_current: ContextVar[_Core | None] = ContextVar("kvshuttle_conversation", default=None)
-
-
-class _Core:
-    """What both kinds of conversation are."""
+class _Conversation:
+    """What both kinds are."""
 
     def __init__(
         self, session_id: str | None = None, *, value: Value | None = None, keep: bool = False
     ) -> None:
-        """`session_id`: 1 to 256 printable characters, or else a new one. With `keep` the session
-        is not ended when the block is left. Raises ValueError."""
-        self.session_id = session_id if session_id is not None else uuid.uuid4().hex
-        if not 1 <= len(self.session_id) <= 256 or not self.session_id.isprintable():
-            raise ValueError(
-                f"session_id is {self.session_id[:40]!r}: give 1 to 256 printable characters"
-            )
-        _checked(value=value)
-        self._value = value
+        """`session_id`: 1 to 256 printable characters, or else a new one. `value`: what its KV is
+        worth against others of the tenant. With `keep` the session is not ended when the block is
+        left. Raises ValueError."""
+        self._known = Known(session_id, value)
+        self._talk = Talk(self._known)
         self._keep = keep
-        self._idle_s: float | None = None
-        self._gateway: _Gateway | None = None
-        self._tokens: list[Token[_Core | None]] = []
-        self.last: TurnSeen | None = None
+        self._tokens: list[Token[Known | None]] = []
+
+    @property
+    def session_id(self) -> str:
+        """Its name within the tenant."""
+        return self._known.session_id
+
+    @property
+    def last(self) -> TurnSeen | None:
         """The last answer's turn; None before the first."""
+        return self._known.last
 
     def idle_after(self, about_s: float) -> None:
-        """How long until the turn after the next one, in seconds; goes with the next request."""
-        _checked(idle_s=about_s)
-        self._idle_s = about_s
-
-    # For the hooks
-
-    def headers(self) -> dict[str, str]:
-        """What a request carries."""
-        found = {SESSION_HEADER: self.session_id}
-        if self._value is not None:
-            found[VALUE_HEADER] = self._value
-        if self._idle_s is not None:
-            found[EXPECTED_IDLE_HEADER] = f"{self._idle_s:g}"
-        return found
-
-    def note(self, http: Any, request: Any, headers: Mapping[str, str]) -> None:
-        """An answer has come. One that names no session is not a gateway's."""
-        session_id = headers.get(_SEEN_PREFIX + "session")
-        path = request.url.path
-        if session_id is None or _API not in path:
-            return
-        self._idle_s = None
-        turn = headers.get(_SEEN_PREFIX + "turn", "")
-        self.last = TurnSeen(
-            session_id,
-            int(turn) if turn.isdecimal() else None,
-            headers.get(_SEEN_PREFIX + "mode", ""),
-            headers.get(_SEEN_PREFIX + "reason", ""),
-            headers.get(_SEEN_PREFIX + "fallback", ""),
-        )
-        url = request.url
-        netloc = url.netloc.decode("ascii") if isinstance(url.netloc, bytes) else url.netloc
-        key = request.headers.get("authorization")
-        self._gateway = _Gateway(
-            http,
-            f"{url.scheme}://{netloc}{path[: path.rindex(_API)]}{_SESSIONS}",
-            {} if key is None else {"authorization": key},
-        )
-
-    # What is sent
+        """How long from the next answer to the request after it, in seconds; goes with the next
+        request. Raises ValueError."""
+        hints(expected_idle_s=about_s)
+        self._known.idle_s = about_s
 
     def _enter(self) -> None:
-        self._tokens.append(_current.set(self))
+        self._tokens.append(_current.set(self._known))
 
     def _leave(self) -> None:
         # A framework may leave the block in another context than it entered it in.
         with contextlib.suppress(ValueError):
             _current.reset(self._tokens.pop())
 
-    def _hint(self, expected_idle_s: float | None, value: Value | None) -> dict[str, Any]:
-        _checked(idle_s=expected_idle_s, value=value)
-        self._value = value or self._value
-        said = {"expected_idle_s": expected_idle_s, "value": value}
-        return {name: one for name, one in said.items() if one is not None}
-
-    def _request(self, method: str, what: str, body: dict[str, Any] | None) -> dict[str, Any]:
+    def _request(self, message: Message) -> dict[str, Any]:
         """Arguments of the HTTP client's `request`."""
-        assert self._gateway is not None
-        name = quote(self.last.session_id if self.last else self.session_id, safe="")
+        assert self._known.gateway is not None
         return {
-            "method": method,
-            "url": self._gateway.sessions_url + name + what,
-            "json": body,
-            "headers": self._gateway.headers,
+            "method": message.method,
+            "url": self._known.url(message.path),
+            "json": message.body,
+            "headers": self._known.gateway.headers,
             "timeout": HINT_TIMEOUT_S,
         }
 
-    def _lost(self, what: str, why: object) -> None:
-        log.warning("session %s: %s was not delivered: %s", self.session_id, what, why)
-
-    def _answer(self, what: str, response: Any) -> dict[str, Any] | None:
+    def _answer(self, message: Message, response: Any) -> dict[str, Any] | None:
         if response.status_code == 200:
             found: dict[str, Any] = response.json()
             return found
-        self._lost(what, f"{response.status_code} {response.text[:200]}")
+        self._lost(message, f"{response.status_code} {response.text[:200]}")
         return None
 
+    def _lost(self, message: Message, why: object) -> None:
+        log.warning("session %s: %s was not delivered: %s", self.session_id, message.what, why)
 
-class AsyncConversation(_Core):
+
+def _awaited(
+    talk: Callable[Concatenate[Talk, _P], Steps[_R]],
+) -> Callable[Concatenate[AsyncConversation, _P], Coroutine[Any, Any, _R]]:
+    @functools.wraps(talk)
+    async def method(self: AsyncConversation, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        steps = talk(self._talk, *args, **kwargs)
+        answer: dict[str, Any] | None = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration as done:
+                result: _R = done.value
+                return result
+            answer = None
+            if isinstance(step, Pause):
+                await asyncio.sleep(step.seconds)
+            else:
+                answer = await self._send(step)
+
+    return method
+
+
+def _blocking(
+    talk: Callable[Concatenate[Talk, _P], Steps[_R]],
+) -> Callable[Concatenate[Conversation, _P], _R]:
+    @functools.wraps(talk)
+    def method(self: Conversation, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
+        steps = talk(self._talk, *args, **kwargs)
+        answer: dict[str, Any] | None = None
+        while True:
+            try:
+                step = steps.send(answer)
+            except StopIteration as done:
+                result: _R = done.value
+                return result
+            answer = None
+            if isinstance(step, Pause):
+                time.sleep(step.seconds)
+            else:
+                answer = self._send(step)
+
+    return method
+
+
+class AsyncConversation(_Conversation):
     """One conversation of an asynchronous agent; `async with` around all of its turns.
 
     Requests that are made inside, by this task and by those that it starts, belong to it. The HTTP
     client must outlive the block: what is said last goes over it too.
     """
 
-    async def tool_running(self, about_s: float) -> bool:
-        """A tool runs, for about so many seconds: the next turn comes after it. Whether it was
-        taken; before the first answer there is nobody to tell."""
-        return await self.hint(expected_idle_s=about_s)
-
-    async def hint(
-        self, *, expected_idle_s: float | None = None, value: Value | None = None
-    ) -> bool:
-        """What is known of the time until the next turn, and what the KV is worth. As above."""
-        body = self._hint(expected_idle_s, value)
-        return await self._send("POST", "/hint", body, "a hint") is not None
-
-    async def over(self) -> bool:
-        """The session is over: its KV is released everywhere. As above."""
-        return await self._send("DELETE", "", None, "its end") is not None
-
-    async def report(self, within_s: float = REPORT_WITHIN_S) -> TurnReport | None:
-        """What the last answer's turn cost; None if nobody can say within that time."""
-        until = time.monotonic() + within_s
-        while (found := await self._send("GET", "", None, "a question")) is not None:
-            report = _report(found, self.last)
-            if report is not None or time.monotonic() >= until:
-                return report
-            await asyncio.sleep(_REPORT_PAUSE_S)
-        return None
+    tool_running = _awaited(Talk.tool_running)
+    hint = _awaited(Talk.hint)
+    over = _awaited(Talk.over)
+    report = _awaited(Talk.report)
 
     async def __aenter__(self) -> Self:
         self._enter()
@@ -251,13 +196,10 @@ class AsyncConversation(_Core):
         if not self._keep:
             await self.over()
 
-    async def _send(
-        self, method: str, path: str, body: dict[str, Any] | None, what: str
-    ) -> dict[str, Any] | None:
-        if self._gateway is None:
+    async def _send(self, message: Message) -> dict[str, Any] | None:
+        if self._known.gateway is None:
             return None
-        http = self._gateway.http
-        arguments = self._request(method, path, body)
+        http, arguments = self._known.gateway.http, self._request(message)
         try:
             if _is_async(http):
                 response = await http.request(**arguments)
@@ -265,38 +207,19 @@ class AsyncConversation(_Core):
                 response = await asyncio.to_thread(http.request, **arguments)
         # Both HTTP libraries have their own; whatever it is, the agent's work goes on.
         except Exception as error:
-            self._lost(what, repr(error))
+            self._lost(message, repr(error))
             return None
-        return self._answer(what, response)
+        return self._answer(message, response)
 
 
-class Conversation(_Core):
+class Conversation(_Conversation):
     """As `AsyncConversation`, for an agent without an event loop. Threads that the agent starts
     belong to it if they run in a copy of its context, as frameworks' own do."""
 
-    def tool_running(self, about_s: float) -> bool:
-        """A tool runs, for about so many seconds: the next turn comes after it. Whether it was
-        taken; before the first answer there is nobody to tell."""
-        return self.hint(expected_idle_s=about_s)
-
-    def hint(self, *, expected_idle_s: float | None = None, value: Value | None = None) -> bool:
-        """What is known of the time until the next turn, and what the KV is worth. As above."""
-        body = self._hint(expected_idle_s, value)
-        return self._send("POST", "/hint", body, "a hint") is not None
-
-    def over(self) -> bool:
-        """The session is over: its KV is released everywhere. As above."""
-        return self._send("DELETE", "", None, "its end") is not None
-
-    def report(self, within_s: float = REPORT_WITHIN_S) -> TurnReport | None:
-        """What the last answer's turn cost; None if nobody can say within that time."""
-        until = time.monotonic() + within_s
-        while (found := self._send("GET", "", None, "a question")) is not None:
-            report = _report(found, self.last)
-            if report is not None or time.monotonic() >= until:
-                return report
-            time.sleep(_REPORT_PAUSE_S)
-        return None
+    tool_running = _blocking(Talk.tool_running)
+    hint = _blocking(Talk.hint)
+    over = _blocking(Talk.over)
+    report = _blocking(Talk.report)
 
     def __enter__(self) -> Self:
         self._enter()
@@ -312,22 +235,20 @@ class Conversation(_Core):
         if not self._keep:
             self.over()
 
-    def _send(
-        self, method: str, path: str, body: dict[str, Any] | None, what: str
-    ) -> dict[str, Any] | None:
-        if self._gateway is None:
+    def _send(self, message: Message) -> dict[str, Any] | None:
+        if self._known.gateway is None:
             return None
-        http = self._gateway.http
+        http = self._known.gateway.http
         if _is_async(http):
-            self._lost(what, "its HTTP client is asynchronous: use AsyncConversation")
+            self._lost(message, "its HTTP client is asynchronous: use AsyncConversation")
             return None
         try:
-            response = http.request(**self._request(method, path, body))
+            response = http.request(**self._request(message))
         # As above.
         except Exception as error:
-            self._lost(what, repr(error))
+            self._lost(message, repr(error))
             return None
-        return self._answer(what, response)
+        return self._answer(message, response)
 
 
 def attach(http: _H, default: AsyncConversation | Conversation | None = None) -> _H:
@@ -339,16 +260,16 @@ def attach(http: _H, default: AsyncConversation | Conversation | None = None) ->
     """
 
     def name(request: Any) -> None:
-        conversation = _current.get() or default
-        if conversation is None or SESSION_HEADER in request.headers:
+        known = _current.get() or (default._known if default is not None else None)
+        if known is None or SESSION_HEADER in request.headers:
             return
-        request.headers.update(conversation.headers())
-        request.extensions["kvshuttle"] = conversation
+        request.headers.update(known.headers())
+        request.extensions["kvshuttle"] = known
 
     def note(response: Any) -> None:
-        conversation = response.request.extensions.get("kvshuttle")
-        if conversation is not None:
-            conversation.note(http, response.request, response.headers)
+        known = response.request.extensions.get("kvshuttle")
+        if known is not None:
+            known.note(http, response.request, response.headers)
 
     async def name_async(request: Any) -> None:
         name(request)
@@ -367,26 +288,3 @@ def attach(http: _H, default: AsyncConversation | Conversation | None = None) ->
 
 def _is_async(http: Any) -> bool:
     return inspect.iscoroutinefunction(http.request)
-
-
-def _checked(*, idle_s: float | None = None, value: str | None = None) -> None:
-    if idle_s is not None and not 0 <= idle_s < float("inf"):
-        raise ValueError(f"{idle_s} is no time: give seconds from 0 up")
-    if value not in (None, "low", "normal", "high"):
-        raise ValueError(f"value is {value!r}: use low, normal or high")
-
-
-def _report(found: dict[str, Any], seen: TurnSeen | None) -> TurnReport | None:
-    for turn in found["turns"]:
-        if seen is not None and turn["turn"] == seen.turn and turn["state"] == "ended":
-            return TurnReport(
-                turn["turn"],
-                turn["outcome"],
-                turn["mode"],
-                turn["reason"],
-                turn["prompt_tokens"],
-                turn["cached_tokens"],
-                turn["output_tokens"],
-                turn["time_to_first_token_s"],
-            )
-    return None

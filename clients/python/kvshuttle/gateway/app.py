@@ -219,13 +219,7 @@ class CompletionEndpoint:
             async with asyncio.timeout(settings.body_timeout_s):
                 raw = await _read_body(headers, receive, settings.max_body_bytes)
         except TimeoutError:
-            raise errors.ApiError(
-                408,
-                "The request's body did not arrive in time. Send it again.",
-                kind="timeout_error",
-                param="body",
-                headers={"connection": "close"},
-            ) from None
+            raise errors.body_too_slow() from None
         started = time.monotonic()
         body = bodies.parse(self._route, raw)
         if body.dropped_kv_params:

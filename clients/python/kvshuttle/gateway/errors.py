@@ -62,6 +62,17 @@ def body_too_large(limit_bytes: int) -> ApiError:
     )
 
 
+def body_too_slow() -> ApiError:
+    """408: the connection is closed, since the rest of the body is not read."""
+    return ApiError(
+        408,
+        "The request's body did not arrive in time. Send it again.",
+        kind="timeout_error",
+        param="body",
+        headers={"connection": "close"},
+    )
+
+
 def unauthorized(message: str) -> ApiError:
     """401: no key, or one that the gateway does not know."""
     return ApiError(

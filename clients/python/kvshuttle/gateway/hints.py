@@ -5,22 +5,21 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+from kvshuttle.client import hints
 from kvshuttle.gateway.errors import bad_request
-from kvshuttle.v1 import types_pb2 as types
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
+
+    from kvshuttle.client import Value
+    from kvshuttle.v1 import types_pb2 as types
 
 __all__ = ["EXPECTED_IDLE_HEADER", "VALUE_HEADER", "hints_of_body", "hints_of_headers"]
 
 EXPECTED_IDLE_HEADER = "x-kvshuttle-expected-idle"
 VALUE_HEADER = "x-kvshuttle-value"
 
-_VALUES = {
-    "low": types.SESSION_VALUE_LOW,
-    "normal": types.SESSION_VALUE_NORMAL,
-    "high": types.SESSION_VALUE_HIGH,
-}
+_VALUES: tuple[Value, ...] = ("low", "normal", "high")
 _FIELDS = ("expected_idle_s", "value")
 # The control plane refuses more; a number beyond it would not fit its message.
 _MOST_IDLE_S = 365 * 24 * 3600.0
@@ -67,22 +66,15 @@ def hints_of_body(raw: bytes) -> types.SessionHints:
 def _hints(
     idle: float | None, value: Any, *, idle_name: str, value_name: str
 ) -> types.SessionHints | None:
-    if idle is None and value is None:
-        return None
-    found = types.SessionHints()
-    if idle is not None:
-        if not 0 <= idle <= _MOST_IDLE_S:
-            raise _bad_idle(idle_name)
-        found.expected_idle.FromNanoseconds(int(idle * 1e9))
-    if value is not None:
-        known = _VALUES.get(value.strip().lower()) if isinstance(value, str) else None
-        if known is None:
-            raise bad_request(
-                f"{value_name} must be low, normal or high. Send one of them, or leave it out.",
-                param=value_name,
-            )
-        found.value = known
-    return found
+    if idle is not None and not 0 <= idle <= _MOST_IDLE_S:
+        raise _bad_idle(idle_name)
+    word = value.strip().lower() if isinstance(value, str) else value
+    if word is not None and word not in _VALUES:
+        raise bad_request(
+            f"{value_name} must be low, normal or high. Send one of them, or leave it out.",
+            param=value_name,
+        )
+    return hints(expected_idle_s=idle, value=word)
 
 
 def _bad_idle(name: str) -> Exception:

@@ -5,6 +5,7 @@ They are the control plane's; nothing is kept here.
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
 from starlette.responses import JSONResponse, Response
@@ -80,27 +81,31 @@ class SessionEndpoints:
         return await self._client.get_session(session_id, tenant=tenant)
 
     async def _hint(self, request: Request, tenant: str, session_id: str) -> session.Session:
-        said = hints_of_body(await _body(request))
+        said = hints_of_body(await self._body(request))
         return await self._client.update_session(session_id, said, tenant=tenant)
 
     async def _end(self, _request: Request, tenant: str, session_id: str) -> session.Session:
         return await self._client.end_session(session_id, tenant=tenant)
 
+    async def _body(self, request: Request) -> bytes:
+        raw = b""
+        try:
+            async with asyncio.timeout(self._gateway.settings.body_timeout_s):
+                async for chunk in request.stream():
+                    raw += chunk
+                    if len(raw) > _MOST_BODY_BYTES:
+                        raise errors.bad_request(
+                            f"The body is larger than {_MOST_BODY_BYTES} bytes. Send "
+                            "expected_idle_s or value.",
+                            param="body",
+                        )
+        except TimeoutError:
+            raise errors.body_too_slow() from None
+        return raw
+
     @property
     def _client(self) -> AsyncClient:
         return self._gateway.services.control.client
-
-
-async def _body(request: Request) -> bytes:
-    raw = b""
-    async for chunk in request.stream():
-        raw += chunk
-        if len(raw) > _MOST_BODY_BYTES:
-            raise errors.bad_request(
-                f"The body is larger than {_MOST_BODY_BYTES} bytes. Send expected_idle_s or value.",
-                param="body",
-            )
-    return raw
 
 
 def _refusal(error: KVShuttleError) -> errors.ApiError:
