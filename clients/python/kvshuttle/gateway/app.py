@@ -24,8 +24,9 @@ from kvshuttle.gateway.engines import EngineDirectory
 from kvshuttle.gateway.hints import hints_of_headers
 from kvshuttle.gateway.identity import identify
 from kvshuttle.gateway.legs import PATHS, EngineHttp
+from kvshuttle.gateway.request import Services, TurnRequest
 from kvshuttle.gateway.sessions import SessionEndpoints
-from kvshuttle.gateway.turn import STATUS_CLIENT_GONE, Services, TurnRequest, TurnRun
+from kvshuttle.gateway.turn import STATUS_CLIENT_GONE, TurnRun
 from kvshuttle.v1 import session_service_pb2 as session
 
 if TYPE_CHECKING:
