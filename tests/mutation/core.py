@@ -495,7 +495,9 @@ CORE = (
         AGENT + "destination.py",
         "deadline = destination_deadline(command.as_of, command.ttl.ToNanoseconds())",
         "deadline = self._clock() + command.ttl.ToNanoseconds()",
-        ("tests/unit/dataplane/test_scheduler_side.py",),
+        (
+            "tests/unit/dataplane/test_rules_seen.py::test_an_extension_counts_from_the_heartbeat_that_it_names",
+        ),
     ),
     Mutant(
         "grant_twice_allowed",
@@ -503,7 +505,9 @@ CORE = (
         AGENT + "destination.py",
         ("        if command.lease_id in self._grants:\n            return\n"),
         "",
-        ("tests/unit/dataplane/test_scheduler_side.py",),
+        (
+            "tests/unit/dataplane/test_rules_seen.py::test_a_repeated_grant_does_not_stop_the_read_of_the_first",
+        ),
     ),
     Mutant(
         "source_never_expires",
@@ -531,7 +535,9 @@ CORE = (
         CONTROL + "model/recovery.py",
         "            lease = lease.renewal_over()  # noqa: PLW2901\n",
         "",
-        ("tests/unit/controlplane/test_recovery.py",),
+        (
+            "tests/unit/controlplane/test_rules_seen.py::test_a_new_stream_ends_a_renewal_whose_answer_may_be_lost",
+        ),
     ),
     Mutant(
         "fence_no_peer",
@@ -539,7 +545,7 @@ CORE = (
         CONTROL + "model/worker_events.py",
         "            w.command(other.ref, PeerFenced(ref))",
         "            pass",
-        ("tests/unit/controlplane/test_registry.py",),
+        ("tests/unit/controlplane/test_rules_seen.py::test_everybody_hears_of_a_fence",),
     ),
     Mutant(
         "epoch_not_checked",

@@ -109,3 +109,23 @@ def test_a_hint_moves_what_decode_holds_and_nothing_at_prefill(world: World) -> 
     world.do(world.registry.update_session(world.now, KEY, Hints(700 * SECOND)))
     assert [x.head_hash for x in world.told(decode, c.RetainReplica)] == [bytes([20])]
     assert world.told(prefill, c.RetainReplica) == []
+
+
+def test_a_new_stream_ends_a_renewal_whose_answer_may_be_lost(world: World) -> None:
+    """Of a boot whose old stream nobody has missed yet."""
+    _, decode, lease_id = granted(world)
+    world.do(world.registry.renew(world.now, lease_id, 60 * SECOND))
+    assert len(world.told(decode, c.Extend)) == 1
+    world.connect("d", WorkerRole.DECODE, leases=(LeaseReport(lease_id, 1, is_source=True),))
+    assert world.lease(lease_id).renewal is None
+    world.do(world.registry.renew(world.now, lease_id, 60 * SECOND))
+    assert len(world.told(decode, c.Extend)) == 1
+
+
+def test_everybody_hears_of_a_fence(world: World) -> None:
+    prefill, decode = world.pair()
+    world.do(world.registry.fence(world.now, decode, "seen dead"))
+    assert [x.worker for x in world.told(prefill, c.PeerFenced)] == [decode]
+    # Also who comes later: it may have read from that boot, or have been read.
+    late = world.connect("late", WorkerRole.PREFILL)
+    assert [x.worker for x in world.told(late, c.PeerFenced)] == [decode]

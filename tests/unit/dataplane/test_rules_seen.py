@@ -7,11 +7,12 @@ import pytest
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane import source as source_module
 from kvshuttle.dataplane import turns as turns_module
+from kvshuttle.dataplane.clock import NS
 from kvshuttle.dataplane.turns import TurnBook, TurnLeg
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import session_service_pb2 as session_pb2
 from kvshuttle.v1 import types_pb2
-from tests.unit.dataplane.test_scheduler_side import DECODE, Bench, chain
+from tests.unit.dataplane.test_scheduler_side import DECODE, Bench, chain, ended, load
 
 
 @pytest.fixture
@@ -103,3 +104,26 @@ def test_so_many_turns_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(book) == 0
     found = [book.find_past((f"t{n}", DECODE)) is not None for n in range(5)]
     assert found == [False, False, False, True, True]
+
+
+def test_a_repeated_grant_does_not_stop_the_read_of_the_first(bench: Bench) -> None:
+    load(bench)
+    bench.grant(chain(4))
+    assert bench.out.take("stopped") == []
+    assert [lease.lease_id for lease in bench.agent.lease_inventory()] == ["l1"]
+    ended(bench)
+    assert len(bench.out.take("stopped")) == 1
+
+
+def test_an_extension_counts_from_the_heartbeat_that_it_names(bench: Bench) -> None:
+    load(bench)
+    bench.clock.advance(10)
+    extend = agent_pb2.Extend(lease_id="l1", version=3, as_of=bench.clock() - 3 * NS)
+    extend.ttl.FromSeconds(60)
+    bench.obey(extend=extend)
+    (order,) = [x for x in bench.out.orders if isinstance(x, m.ExtendRead)]
+    assert order.deadline_ns == bench.clock() + 57 * NS
+    # An older one of the same lease changes nothing.
+    extend.version, extend.as_of = 2, bench.clock()
+    bench.obey(extend=extend)
+    assert len([x for x in bench.out.orders if isinstance(x, m.ExtendRead)]) == 1
