@@ -29,6 +29,7 @@ def _settle() -> None:
     """What was loaded stays, and is not looked at by the collector again; and it looks at all else
     less often. A pass over a million sessions would hold up every grant for a third of a second,
     and finds nothing: the state has no cycles."""
+    gc.enable()
     gc.collect()
     gc.freeze()
     gc.set_threshold(10_000, 50, 50)
@@ -49,6 +50,9 @@ async def serve(options: settings.Settings) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked, number.name)
+    # What a start makes stays: to look for garbage among it, again and again as it grows, would take
+    # as long as all else.
+    gc.disable()
     try:
         try:
             await server.start()

@@ -123,7 +123,9 @@ def test_packed_sessions_are_taken_up() -> None:
     rng = random.Random(3)
     known = [session(SessionKey("t", f"s{i}"), rng) for i in range(50)]
     table = SessionTable(hot=4)
-    table.load(PackedSession(x.key, session_to_bytes(x), x.update_ns, x.active, 0) for x in known)
+    table.load(
+        PackedSession(x.key, b"\0" + session_to_bytes(x), x.update_ns, x.active, 0) for x in known
+    )
     assert list(table.values()) == known
     assert [table[x.key] for x in known] == known
     assert list(table.after(SessionKey("t", ""))) == sorted(x.key for x in known)

@@ -33,7 +33,8 @@ FIRST = 1_024
 
 
 class PackedLease(Struct, frozen=True, gc=False):
-    """A lease as a store gives it, with its age and its newest time."""
+    """A lease as a store gives it, with its age and its newest time. `body` is as the table keeps
+    it: a first byte, 0, says that it is not pressed."""
 
     lease_id: str
     body: bytes
@@ -45,11 +46,11 @@ class PackedLease(Struct, frozen=True, gc=False):
         """msgspec.DecodeError, a ValueError, when it is none."""
         lease = lease_from_bytes(lease_id, body)
         newest_ns = max(lease.create_ns, lease.grant_ns, lease.end_ns)
-        return cls(lease_id, body, lease.order, newest_ns)
+        return cls(lease_id, b"\0" + body, lease.order, newest_ns)
 
     def unpack(self) -> Lease:
         """The lease."""
-        return lease_from_bytes(self.lease_id, self.body)
+        return lease_from_bytes(self.lease_id, self.body[1:])
 
 
 class PackedLeases(Sequence["Lease"]):
@@ -61,6 +62,12 @@ class PackedLeases(Sequence["Lease"]):
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def drain(self) -> Iterator[PackedLease]:
+        """All rows, oldest first, each let go of when the next is taken."""
+        self.rows.sort(key=lambda row: row.order, reverse=True)
+        while self.rows:
+            yield self.rows.pop()
 
     def __getitem__(self, at: Any) -> Any:
         return self.rows[at].unpack()
@@ -235,7 +242,7 @@ class LeaseTable(MutableMapping[str, "Lease"]):
 
     def load(self, packed: PackedLease, lease: Lease) -> None:
         """Takes up a lease as a store gives it, as bytes; `lease` is what they say."""
-        self._rows[packed.lease_id] = b"\0" + packed.body
+        self._rows[packed.lease_id] = packed.body
         if lease.state <= LeaseState.ACTIVE:
             self._enter(lease)
         else:

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.model.limits import Limits
     from kvshuttle.controlplane.model.reports import Hello, LeaseReport
     from kvshuttle.controlplane.model.session import Session
+    from kvshuttle.controlplane.model.session_table import PackedSession
     from kvshuttle.controlplane.model.state import Snapshot
     from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef
     from kvshuttle.controlplane.model.work import Work
@@ -54,7 +55,8 @@ def first_state(now_ns: int, snapshot: Snapshot, lineage_id: str, limits: Limits
 
 
 def take_over(w: Work, snapshot: Snapshot) -> None:
-    """Fills the state with what a store remembers. Replicas come with the agents' inventories."""
+    """Fills the state with what a store remembers; packed rows are taken out of the snapshot, which
+    is empty afterwards. Replicas come with the agents' inventories."""
     state, limits = w.state, w.limits
     w.put_term()
     for worker in snapshot.workers:
@@ -86,7 +88,7 @@ def _take_over_leases(w: Work, snapshot: Snapshot) -> Iterator[Lease]:
     """Enters them, oldest first, each as an object for a moment only where they come packed."""
     leases = w.state.leases
     if isinstance(snapshot.leases, PackedLeases):
-        for row in sorted(snapshot.leases.rows, key=lambda row: row.order):
+        for row in snapshot.leases.drain():
             lease = row.unpack()
             leases.load(row, lease)
             yield lease
@@ -99,7 +101,6 @@ def _take_over_leases(w: Work, snapshot: Snapshot) -> Iterator[Lease]:
 def _take_over_sessions(w: Work, snapshot: Snapshot) -> None:
     """A million of them in some seconds: what is packed and does not run is not unpacked."""
     state, limits = w.state, w.limits
-    running: list[Session] = []
 
     def note(key: SessionKey, update_ns: int, *, active: bool) -> None:
         if active:
@@ -108,28 +109,31 @@ def _take_over_sessions(w: Work, snapshot: Snapshot) -> None:
         due_ns = turn_events.session_due_ns(w, update_ns, active=active)
         state.agenda.add(due_ns, Due.SESSION, key)
 
-    if isinstance(snapshot.sessions, PackedSessions):
-        state.sessions.load(snapshot.sessions.rows)
-        for row in snapshot.sessions.rows:
-            note(row.key, row.update_ns, active=row.active)
-            if row.running:
-                running.append(row.unpack())
-    else:
-        for session in snapshot.sessions:
-            state.sessions[session.key] = session
-            note(session.key, session.update_ns, active=session.active)
-            if session.running():
-                running.append(session)
-    for session in running:
+    def go_on(session: Session) -> None:
         for turn in session.running():
-            name = (session.key, turn.number)
-            state.turns[turn.token] = name
+            state.turns[turn.token] = (session.key, turn.number)
             state.ledger.turns.add(session.key.tenant, 1)
             for placement in turn.placements():
                 state.turns_on[placement.worker.worker_id] += 1
             # As many times anew as there are restarts: a gateway may not have been able to end it.
             due_ns = max(turn.begin_ns, w.now_ns) + limits.turn_timeout_ns
             state.agenda.add(due_ns, Due.TURN, session.key)
+
+    if isinstance(snapshot.sessions, PackedSessions):
+
+        def noted(rows: Iterator[PackedSession]) -> Iterator[PackedSession]:
+            for row in rows:
+                note(row.key, row.update_ns, active=row.active)
+                if row.running:
+                    go_on(row.unpack())
+                yield row
+
+        state.sessions.load(noted(snapshot.sessions.drain()))
+    else:
+        for session in snapshot.sessions:
+            state.sessions[session.key] = session
+            note(session.key, session.update_ns, active=session.active)
+            go_on(session)
 
 
 # -- terms ---------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ __all__ = ["PackedSession", "PackedSessions", "ReplicaTable", "SessionTable"]
 
 
 class PackedSession(Struct, frozen=True, gc=False):
-    """A session as a store gives it, and what must be known of it without unpacking it."""
+    """A session as a store gives it, and what must be known of it without unpacking it. `body` is
+    as the table keeps it: a first byte, 0, says that it is not pressed."""
 
     key: SessionKey
     body: bytes
@@ -38,7 +39,7 @@ class PackedSession(Struct, frozen=True, gc=False):
 
     def unpack(self) -> Session:
         """The session."""
-        return session_from_bytes(self.key, self.body)
+        return session_from_bytes(self.key, self.body[1:])
 
 
 class PackedSessions(Sequence["Session"]):
@@ -49,6 +50,12 @@ class PackedSessions(Sequence["Session"]):
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def drain(self) -> Iterator[PackedSession]:
+        """All rows, each let go of when the next is taken: a table need not lie beside them."""
+        self.rows.reverse()
+        while self.rows:
+            yield self.rows.pop()
 
     def __getitem__(self, at: Any) -> Any:
         return self.rows[at].unpack()
@@ -172,7 +179,7 @@ class SessionTable(MutableMapping["SessionKey", "Session"]):
         ordered: list[SessionKey] = []
         for one in packed:
             slot = self._new(one.key)
-            self._rows[slot] = b"\0" + one.body
+            self._rows[slot] = one.body
             self._active[slot] = one.active
             ordered.append(one.key)
         self._ordered.update(ordered)

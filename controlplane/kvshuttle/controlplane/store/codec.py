@@ -42,9 +42,8 @@ def session_to_row(session: Session) -> bytes:
 def session_from_row(tenant: str, session_id: str, body: bytes) -> PackedSession:
     """The inverse, packed. struct.error when the row is too short to be one."""
     update_ns, active, running = _HEAD.unpack_from(body)
-    return PackedSession(
-        SessionKey(tenant, session_id), body[_HEAD.size :], update_ns, bool(active), running
-    )
+    body = b"\0" + body[_HEAD.size :]
+    return PackedSession(SessionKey(tenant, session_id), body, update_ns, bool(active), running)
 
 
 def lease_to_row(lease: Lease) -> bytes:
