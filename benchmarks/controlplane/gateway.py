@@ -27,6 +27,7 @@ class Gateway:
         self._wake = asyncio.Event()
         self._answers: dict[int, asyncio.Future[Any]] = {}
         self._last = 0
+        self.sent_messages = self.heard_messages = 0
         self._tasks = [asyncio.create_task(self._write()), asyncio.create_task(self._read())]
 
     async def ask(self, **operation: Any) -> Any:
@@ -69,11 +70,13 @@ class Gateway:
                 batch = self._pending[:1_000]
                 del self._pending[:1_000]
                 await self._call.write(pb.TurnsRequest(operations=batch))
+                self.sent_messages += 1
 
     async def _read(self) -> None:
         problem = "the control plane ended the stream"
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
+                self.heard_messages += 1
                 for result in response.results:
                     future = self._answers.pop(result.id)
                     kind = result.WhichOneof("result")

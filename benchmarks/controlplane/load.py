@@ -54,6 +54,19 @@ class Measured:
     seconds: float
     cpu_s: float
     grant_ms: list[float] = field(default_factory=list)
+    messages: tuple[int, int] = (0, 0)
+    load_cpu_s: float = 0.0
+
+    @property
+    def load_share(self) -> float:
+        """Of a core, that this side took: above 0.7 or so it measures itself."""
+        return self.load_cpu_s / self.seconds
+
+    @property
+    def messages_a_turn(self) -> tuple[float, float]:
+        """To the server and from it, on all streams."""
+        up, down = self.messages
+        return up / max(1, self.turns), down / max(1, self.turns)
 
     @property
     def turns_per_s(self) -> float:
@@ -186,10 +199,20 @@ class Load:
         self.done, self.grant_ms = 0, []
         before = self.fleet.told("grant")
         grants = self._grants
+        messages, own = self._messages(), time.process_time()
         cpu, began = self.server.cpu_s(), time.perf_counter()
         await asyncio.gather(*work)
         await self.settle()
         seconds = time.perf_counter() - began
+        cpu, own = self.server.cpu_s() - cpu, time.process_time() - own
+        up, down = (now - then for now, then in zip(self._messages(), messages, strict=True))
         if self.fleet.told("grant") - before != self._grants - grants:
             raise RuntimeError("agents have received other grants than turns have used")
-        return Measured(self.done, seconds, self.server.cpu_s() - cpu, self.grant_ms)
+        return Measured(self.done, seconds, cpu, self.grant_ms, (up, down), own)
+
+    def _messages(self) -> tuple[int, int]:
+        fleet, gateway = self.fleet, self.gateway
+        return (
+            fleet.sent_messages + gateway.sent_messages,
+            fleet.heard_messages + gateway.heard_messages,
+        )

@@ -13,13 +13,18 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import grpc
+
 from benchmarks.controlplane.fleet import Fleet, Held
+from benchmarks.controlplane.floor import floor
 from benchmarks.controlplane.gateway import Gateway
 from benchmarks.controlplane.load import Load, Measured, quantile
 from benchmarks.controlplane.process import ControlPlane
 from kvshuttle.controlplane.store.sqlite import SqliteStore
 from kvshuttle.v1 import agent_service_pb2 as pb
 from kvshuttle.v1 import types_pb2 as types
+from kvshuttle.v1.cluster_service_pb2 import GetStatusRequest
+from kvshuttle.v1.cluster_service_pb2_grpc import ClusterServiceStub
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Callable, Sequence
@@ -134,6 +139,7 @@ async def turns(options: Options) -> dict[str, float]:
             f"  {options.rate:.0f} turns/s, random arrivals: grant after "
             f"{found['grant_p50_ms']:.1f} ms in the median, p99 {found['grant_p99_ms']:.1f} ms"
         )
+        found |= await _beside_the_floor(options, opens)
         for blocks in (16, 256, 1_024):
             some = [Held(f"long-{blocks}-{i}", blocks) for i in range(AT_ONCE)]
             await load.once(some, AT_ONCE)
@@ -148,6 +154,29 @@ async def turns(options: Options) -> dict[str, float]:
         _stored_turns(world.server, held)
         say("  killed; every turn that was answered is in the store")
     return found
+
+
+async def _beside_the_floor(options: Options, runs: Sequence[Measured]) -> dict[str, float]:
+    """What of the CPU time of a turn at the fixed rate gRPC and the event loop take alone."""
+    up = statistics.median(x.messages_a_turn[0] for x in runs)
+    down = statistics.median(x.messages_a_turn[1] for x in runs)
+    cpu_us = statistics.median(x.cpu_us for x in runs)
+    pairs = (up + down) / 2
+    least = await floor(options.core, options.agents + 1, options.rate * pairs, options.seconds)
+    options.say(
+        f"    {cpu_us:.0f} us of CPU a turn ({cpu_us * options.rate / 1e4:.0f} % of the core; the "
+        f"load took {statistics.median(x.load_share for x in runs) * 100:.0f} % of its own), in "
+        f"{up:.1f} messages up and {down:.1f} down. As many that are only sent back: "
+        f"{least.us * pairs:.0f} us; one goes and comes in {least.p50_ms:.2f} ms, p99 "
+        f"{least.p99_ms:.2f} ms"
+    )
+    return {
+        "turn_cpu_us_at_rate": cpu_us,
+        "messages_up_a_turn": up,
+        "messages_down_a_turn": down,
+        "grpc_alone_us_a_turn": least.us * pairs,
+        "grpc_alone_p99_ms": least.p99_ms,
+    }
 
 
 def _each(runs: Sequence[Measured]) -> str:
@@ -308,17 +337,32 @@ async def expiry(options: Options) -> dict[str, float]:
             await agent.until_extended(want)
         renewed = time.perf_counter()
         await asyncio.sleep(max(0.0, renewed + ttl - 2 - time.perf_counter()))
+        worked_off = asyncio.create_task(_until_open(world, count))
         run = await load.open(held, 8.0, options.rate)
+        took = await worked_off - (renewed + ttl)
         found = {
             "grant_p99_ms_during_expiry": quantile(run.grant_ms, 0.99),
             "expired_at_once": float(count),
+            "expired_within_s": took,
         }
         say(
             f"  {count:,} leases renewed to one deadline; {run.turns} turns at "
             f"{options.rate:.0f}/s over it: grant p50 {quantile(run.grant_ms, 0.5):.1f} ms, "
-            f"p99 {found['grant_p99_ms_during_expiry']:.1f} ms"
+            f"p99 {found['grant_p99_ms_during_expiry']:.1f} ms; the last has ended {took:.1f} s "
+            "after the deadline"
         )
     return found
+
+
+async def _until_open(world: World, count: int) -> float:
+    """When so many leases, of all that are open now but those of running turns, have ended."""
+    async with grpc.aio.insecure_channel(world.server.api) as channel:
+        stub = ClusterServiceStub(channel)
+        while True:
+            status = await stub.GetStatus(GetStatusRequest(), timeout=10)
+            if status.open_leases < min(count, AT_ONCE):
+                return time.perf_counter()
+            await asyncio.sleep(0.1)
 
 
 def _ask_all(world: World) -> list[tuple[Agent, int]]:
