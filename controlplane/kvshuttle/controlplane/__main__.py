@@ -50,8 +50,8 @@ async def serve(options: settings.Settings) -> int:
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, asked, number.name)
-    # What a start makes stays: to look for garbage among it, again and again as it grows, would take
-    # as long as all else.
+    # What a start makes stays: to look for garbage among it, again and again as it grows, would
+    # take as long as all else.
     gc.disable()
     try:
         try:
