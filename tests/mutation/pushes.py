@@ -95,7 +95,7 @@ PUSHES = (
     Mutant(
         "push_layer_not_final",
         "a layer is written when it is filled",
-        AGENT + "push_transfers.py",
+        AGENT + "push_writer.py",
         "            final = step.final()\n",
         "            final = self.num_regions\n",
         (MOVER,),
@@ -103,7 +103,7 @@ PUSHES = (
     Mutant(
         "push_posts_after_stop",
         "nothing is posted after an order to stop",
-        AGENT + "push_transfers.py",
+        AGENT + "push_writer.py",
         "            if not push.stopping:\n                moved |= self._post(push, chunk)\n",
         "            moved |= self._post(push, chunk)\n",
         (MOVER,),
@@ -111,7 +111,7 @@ PUSHES = (
     Mutant(
         "push_gone_while_flying",
         "a writer has gone when nothing of it is in flight",
-        AGENT + "push_transfers.py",
+        AGENT + "push_writer.py",
         "            if not push.flying:\n                self._end(push, push.stopping)\n",
         "            if True:\n                self._end(push, push.stopping)\n",
         (MOVER,),
@@ -119,7 +119,7 @@ PUSHES = (
     Mutant(
         "push_foreign_notice",
         "only the writer's own notice counts",
-        AGENT + "push_transfers.py",
+        AGENT + "landing_zones.py",
         "        if peer != landing.peer or version != str(order.version).encode():\n",
         "        if False:\n",
         (MOVER,),
@@ -127,7 +127,7 @@ PUSHES = (
     Mutant(
         "push_late_notice",
         "a notice after the deadline publishes nothing",
-        AGENT + "push_transfers.py",
+        AGENT + "landing_zones.py",
         '        elif self._clock() > landing.deadline_ns:\n            self._landed(landing, "LATE")\n',
         '        elif False:\n            self._landed(landing, "LATE")\n',
         (MOVER,),
@@ -135,7 +135,7 @@ PUSHES = (
     Mutant(
         "push_closed_reopened",
         "what has ended is not begun again",
-        AGENT + "push_transfers.py",
+        AGENT + "push_writer.py",
         "        if order.lease_id in self._closed or order.lease_id in self._pushes:\n            return\n",
         "        if order.lease_id in self._pushes:\n            return\n",
         (MOVER,),

@@ -22,6 +22,7 @@ from kvshuttle.dataplane import journal
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS, Clock
 from kvshuttle.dataplane.faults import Faults
+from kvshuttle.dataplane.landing_zones import LandingZones
 from kvshuttle.dataplane.limits import (
     CONFIRM_TIMEOUT_NS,
     CONNECT_LINGER_NS,
@@ -30,7 +31,7 @@ from kvshuttle.dataplane.limits import (
 )
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.push_steps import PushStep
-from kvshuttle.dataplane.push_transfers import GONE, PUSHED, Pushes
+from kvshuttle.dataplane.push_writer import GONE, PUSHED, PushWriter
 from kvshuttle.dataplane.transport import BlockList, LocalRegion, ReadHandle, TransportError
 
 __all__ = ["Results", "Transfers", "Transport"]
@@ -152,14 +153,15 @@ class Transfers:
         self._serving: dict[str, int] = {}
         self._peers: dict[tuple[str, int], str] = {}
         self._linger_until = 0
-        self.pushes = Pushes(transport, regions, results, send, faults, clock, self._peers)
+        self.pushes = PushWriter(transport, regions, send, faults, clock, self._peers)
+        self.zones = LandingZones(regions, results, send, faults, clock, self._peers)
 
     @property
     def busy(self) -> bool:
         """Whether NIXL has to be polled."""
-        if self._reads or self._serving or self.pushes.busy:
+        if self._reads or self._serving or self.pushes.busy or self.zones.busy:
             return True
-        return self._clock() < max(self._linger_until, self.pushes.linger_until)
+        return self._clock() < self._linger_until
 
     @property
     def waited_for(self) -> bool:
@@ -169,7 +171,7 @@ class Transfers:
     @property
     def written_to(self) -> bool:
         """Whether a request waits for a landing zone."""
-        return self.pushes.written_to
+        return self.zones.written_to
 
     def reading(self, request_id: str) -> bool:
         """Whether this read's bytes are still awaited: posted, not complete, not given up."""
@@ -187,7 +189,8 @@ class Transfers:
             # polling should its message be late.
             if now > deadline + NS:
                 del self._serving[lease_id]
-        return self.pushes.poll() or moved
+        moved |= self.pushes.poll()
+        return self.zones.poll() or moved
 
     def begin_step(self, step: PushStep) -> None:
         """A step of the engine that computes chunks of pushes."""
@@ -204,13 +207,13 @@ class Transfers:
                 self._serving.pop(message.lease_id, None)
                 self._send(m.Unserved(message.lease_id))
             case m.Abandon():
-                if self.pushes.abandon(message.request_id, message.reason):
+                if self.zones.abandon(message.request_id, message.reason):
                     return
                 state = self._reads.get(message.request_id)
                 if state is not None:
                     self._give_up(state, message.reason)
             case m.ExtendRead():
-                if self.pushes.extend_landing(message.request_id, message.deadline_ns):
+                if self.zones.extend(message.request_id, message.deadline_ns):
                     return
                 state = self._reads.get(message.request_id)
                 if state is not None:
@@ -227,9 +230,9 @@ class Transfers:
     def _obey_push(self, message: m.ToMover) -> None:
         match message:
             case m.Await():
-                self.pushes.wait_for(message)
+                self.zones.wait_for(message)
             case m.Unawait():
-                self.pushes.unawait(message)
+                self.zones.unawait(message)
             case m.Push():
                 self.pushes.push(message)
             case m.PushBlocks():
@@ -258,12 +261,14 @@ class Transfers:
             if not state.order.attended:
                 self._send(m.ReadGivenUp(state.order.request_id, _FAILED))
         self.pushes.fail_everything(_FAILED)
+        self.zones.fail_everything(_FAILED)
         for worker_id, incarnation in self._peers:
             self._send(m.PeerReady(worker_id, incarnation, _FAILED))
 
     def refuse(self, message: m.ToMover) -> None:
         """One order of the scheduler side, after :meth:`fail_everything`."""
         self.pushes.refuse(message, _FAILED)
+        self.zones.refuse(message, _FAILED)
         match message:
             case m.Read():
                 self._tell_engine(message, failed=True)
@@ -309,6 +314,7 @@ class Transfers:
                 self._transport.release(state.handle)
                 self._end(state, published=False, reason=state.given_up)
         self.pushes.drop_peer(message.worker_id, message.incarnation)
+        self.zones.drop_peer(message.worker_id, message.incarnation)
         with contextlib.suppress(TransportError):
             self._transport.drop_peer(name)
 
@@ -474,5 +480,5 @@ class Transfers:
             elif kind in (_YES, _NO):
                 self._answered(lease_id, peer, kind == _YES)
             elif kind in (PUSHED, GONE):
-                self.pushes.notice(peer, kind, rest)
+                self.zones.notice(peer, kind, rest)
         return bool(received)

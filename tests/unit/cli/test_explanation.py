@@ -196,3 +196,13 @@ def test_a_prefix_of_another_session_is_named() -> None:
     assert "320 tokens came back" in told.outcome
     assert "parent of its tenant began the same way" in told.outcome
     assert told.verdict == "good"
+
+
+def test_how_the_prompt_reached_decode() -> None:
+    push, pull = types.FORWARD_MODE_PUSH, types.FORWARD_MODE_PULL
+    said = one(turn(forward_mode=push, forward_reason="OVERLAP_PAYS")).plan
+    assert "pushed to decode while prefill computes" in said
+    said = one(turn(forward_mode=pull, forward_reason="TOO_SHORT_TO_OVERLAP")).plan
+    assert "decode reads when prefill has ended: prefill computes too little" in said
+    # Where nothing else was ever meant, nothing is said of it.
+    assert "decode" not in one(turn(forward_mode=pull, forward_reason="CONFIGURED")).plan

@@ -175,7 +175,17 @@ def _plan(plan: pb.Plan) -> str:
         text += (
             f"; predicted: {human.span(recompute)} to compute again, {human.span(transfer)} to move"
         )
-    return text
+    return text + _forward(plan)
+
+
+def _forward(plan: pb.Plan) -> str:
+    """How the prompt's KV reaches decode; nothing where that is as it always was."""
+    why = reason(plan.forward_reason).meaning
+    if plan.forward_mode == types.FORWARD_MODE_PUSH:
+        return f"; pushed to decode while prefill computes: {why}"
+    if plan.forward_reason in ("", "CONFIGURED", "SAME_WORKER"):
+        return ""
+    return f"; decode reads when prefill has ended: {why}"
 
 
 def _outcome(turn: pb.Turn, returns: Sequence[lease_pb.Lease]) -> tuple[str, Verdict, str]:

@@ -1,16 +1,12 @@
-"""Writes under leases and landing zones, on one rank: what the mover decides about pushes.
+"""Writes under leases, on one rank: what the mover decides about pushes from here.
 
 As in :mod:`kvshuttle.dataplane.transfers`, nothing here waits or knows of threads and sockets. The
-rules of the writer:
+rules:
 
 * nothing is posted after the lease's deadline less a margin, or after an order to stop;
 * the destination is told that all is written only when every WRITE has completed, before the
   deadline, and that the writer has gone only when none of its WRITEs is in flight;
 * a local block is reported free of us only when the WRITEs from it have ended.
-
-And of the landing zone: only the writer that was named, with the version that was offered, before
-the deadline as seen after its notice came, lets vLLM have the blocks; and only a notice of that
-writer, the control plane's word or an attested death ends the waiting for it.
 """
 
 from __future__ import annotations
@@ -34,9 +30,9 @@ from kvshuttle.dataplane.push_steps import PushStep
 from kvshuttle.dataplane.transport import BlockList, LocalRegion, ReadHandle, TransportError
 
 if TYPE_CHECKING:
-    from kvshuttle.dataplane.transfers import Results, Transport
+    from kvshuttle.dataplane.transfers import Transport
 
-__all__ = ["GONE", "PUSHED", "Pushes"]
+__all__ = ["GONE", "PUSHED", "PushWriter"]
 
 _log = get_logger("pushes")
 
@@ -75,37 +71,24 @@ class _Push:
         return any(chunk.flying for chunk in self.chunks)
 
 
-@dataclass(eq=False)
-class _Landing:
-    order: m.Await
-    peer: str
-    deadline_ns: int
-    # vLLM was told how it went.
-    told: bool = False
-
-
-class Pushes:
-    """One rank's pushes, both ways. One thread calls it."""
+class PushWriter:
+    """One rank's pushes. One thread calls it; `peers` is the mover's table of boots."""
 
     def __init__(
         self,
         transport: Transport,
         regions: list[LocalRegion],
-        results: Results,
         send: Callable[[m.FromMover], None],
         faults: Faults,
         clock: Clock,
         peers: dict[tuple[str, int], str],
     ) -> None:
         self._transport = transport
-        self._regions = regions
-        self._results = results
         self._send = send
         self._faults = faults
         self._clock = clock
         self._peers = peers
         self._pushes: dict[str, _Push] = {}
-        self._landings: dict[str, _Landing] = {}
         # Chunks whose lease has not been heard of yet: steps and orders come on ways of their own.
         self._early: dict[str, list[_Chunk]] = {}
         self._closed: OrderedDict[str, None] = OrderedDict()
@@ -116,24 +99,12 @@ class Pushes:
     def busy(self) -> bool:
         """Whether NIXL, or the device, has to be polled."""
         now = self._clock()
-        if any(self._listens(landing, now) for landing in self._landings.values()):
-            return True
-        return any(
+        return now < self.linger_until or any(
             (push.stopping and now < push.deadline_ns + STOPPED_POLLING_NS)
             or any(c.step is not None and c.step.waiting for c in push.chunks)
             or (push.flying and not push.stopping)
             for push in self._pushes.values()
         )
-
-    @staticmethod
-    def _listens(landing: _Landing, now: int) -> bool:
-        # One that is given up hears its writer for a while; after that the control plane tells.
-        return not landing.told or now < landing.deadline_ns + 2 * NS
-
-    @property
-    def written_to(self) -> bool:
-        """Whether a request waits for a landing zone."""
-        return any(not landing.told for landing in self._landings.values())
 
     @property
     def writing(self) -> bool:
@@ -145,13 +116,8 @@ class Pushes:
         moved = False
         for push in list(self._pushes.values()):
             moved |= self._progress(push)
-        for landing in list(self._landings.values()):
-            if not landing.told and self._clock() > landing.deadline_ns:
-                self._give_up(landing, "LATE")
-                moved = True
         return moved
 
-    # -- the writer ----------------------------------------------------------------------------
     def push(self, order: m.Push) -> None:
         """A lease to write under."""
         early = self._early.pop(order.lease_id, [])
@@ -328,82 +294,8 @@ class Pushes:
         while len(self._closed) > MAX_CLOSED_PUSHES:
             self._closed.popitem(last=False)
 
-    # -- the landing zone ----------------------------------------------------------------------
-    def wait_for(self, order: m.Await) -> None:
-        """A landing zone is about to be offered."""
-        peer = self._peers.get((order.worker_id, order.incarnation), "")
-        self._landings[order.lease_id] = _Landing(order, peer, order.deadline_ns)
-
-    def unawait(self, order: m.Unawait) -> None:
-        """Nobody writes there any more."""
-        landing = self._landings.pop(order.lease_id, None)
-        if landing is None:
-            return
-        if landing.told or not order.quiet:
-            self._landed(landing, order.reason or "WRITER_STOPPED")
-
-    def abandon(self, request_id: str, reason: str) -> bool:
-        """The request waits no longer; false if this is no landing's."""
-        landing = self._of_request(request_id)
-        if landing is None:
-            return False
-        self._give_up(landing, reason)
-        return True
-
-    def extend_landing(self, request_id: str, deadline_ns: int) -> bool:
-        """A later deadline; false if this is no landing's."""
-        landing = self._of_request(request_id)
-        if landing is None:
-            return False
-        landing.deadline_ns = max(landing.deadline_ns, deadline_ns)
-        return True
-
-    def notice(self, peer: str, kind: bytes, rest: bytes) -> None:
-        """What a writer says."""
-        version, _, rest = rest.partition(b"|")
-        lease, _, rest = rest.partition(b"|")
-        landing = self._landings.get(lease.decode(errors="replace"))
-        if landing is None:
-            return  # said twice, or over by the control plane's word
-        order = landing.order
-        if not landing.peer:
-            landing.peer = self._peers.get((order.worker_id, order.incarnation), "")
-        if peer != landing.peer or version != str(order.version).encode():
-            _log.error("foreign_notice", lease=order.lease_id, peer=peer)
-            return
-        del self._landings[order.lease_id]
-        if kind == GONE:
-            self._landed(landing, rest.decode(errors="replace") or "WRITER_STOPPED")
-        elif self._clock() > landing.deadline_ns:
-            self._landed(landing, "LATE")
-        else:
-            moved, _, took = rest.partition(b"|")
-            self._landed(landing, "", _number(moved), _number(took))
-
-    def _landed(self, landing: _Landing, reason: str, moved: int = 0, took: int = 0) -> None:
-        """The writer has stopped: vLLM is told, unless it was before."""
-        order = landing.order
-        published = not reason and not landing.told
-        if not landing.told:
-            if published:
-                self._faults.now().after_push(order, self._regions)
-            self._results.add(order.request_id, failed=not published)
-        self._send(m.LandingEnded(order.request_id, order.lease_id, published, reason, moved, took))
-
-    def _give_up(self, landing: _Landing, reason: str) -> None:
-        if landing.told:
-            return
-        landing.told = True
-        order = landing.order
-        self._results.add(order.request_id, failed=True)
-        self._send(m.LandingGivenUp(order.request_id, order.lease_id, reason))
-
-    def _of_request(self, request_id: str) -> _Landing | None:
-        return next((x for x in self._landings.values() if x.order.request_id == request_id), None)
-
-    # -- both ----------------------------------------------------------------------------------
     def drop_peer(self, worker_id: str, incarnation: int) -> None:
-        """A boot is attested dead: it writes nothing, and what is written to it is nobody's."""
+        """A boot is attested dead: what is written to it is nobody's."""
         for push in list(self._pushes.values()):
             if (push.order.worker_id, push.order.incarnation) != (worker_id, incarnation):
                 continue
@@ -413,16 +305,10 @@ class Pushes:
                 chunk.flying.clear()
             push.peer = ""
             self._end(push, push.stopping or "PEER_FENCED")
-        for landing in list(self._landings.values()):
-            if (landing.order.worker_id, landing.order.incarnation) == (worker_id, incarnation):
-                del self._landings[landing.order.lease_id]
-                self._landed(landing, "PEER_FENCED")
 
     def fail_everything(self, reason: str) -> None:
         """NIXL cannot be used any more. What is in flight stays so for all that is known; what is
         not is over, without a word to its destination: the control plane says it."""
-        for landing in self._landings.values():
-            self._give_up(landing, reason)
         for push in list(self._pushes.values()):
             push.stopping = push.stopping or reason
             if not push.flying:
@@ -433,14 +319,6 @@ class Pushes:
     def refuse(self, message: m.ToMover, reason: str) -> None:
         """One order after :meth:`fail_everything`."""
         match message:
-            case m.Await():
-                # Its memory can still be written to, so it is as one that was given up.
-                self.wait_for(message)
-                self._give_up(self._landings[message.lease_id], reason)
-            case m.Unawait():
-                self.unawait(message)
-            case m.Abandon():
-                self.abandon(message.request_id, message.reason)
             case m.Push():
                 self._close(message.lease_id)
                 self._send(m.PushEnded(message.lease_id, False, reason))
@@ -456,7 +334,3 @@ class Pushes:
                 self.drop_peer(message.worker_id, message.incarnation)
             case _:
                 pass
-
-
-def _number(word: bytes) -> int:
-    return int(word) if word.isdigit() else 0
