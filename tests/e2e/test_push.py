@@ -33,6 +33,9 @@ LONG = 1_000
 """Words, and about as many tokens: most of a second of prefill's time; decode's offer takes some
 hundredths."""
 
+DELAY_S = 3.0
+"""For which a write waits where a test is to see it: also on a machine that has much else to do."""
+
 pytestmark = pytest.mark.usefixtures("pushing", "nothing_leaked")
 
 
@@ -180,7 +183,7 @@ def test_a_client_that_goes_away_strands_nothing(
 
 def test_a_client_that_goes_away_while_it_is_written(cluster: Cluster, oracle: Oracle) -> None:
     talk = Conversation("push-cancel-midst", seed=87)
-    with cluster.faults(PREFILL, delay_layer_s=0.5):
+    with cluster.faults(PREFILL, delay_layer_s=DELAY_S):
         request = Request(cluster, talk, [user(text(LONG, 870))])
         try:
             wait_until(lambda: being_written(cluster, talk.session), "it is being written")
@@ -218,7 +221,7 @@ def test_a_push_that_stands_still_is_recomputed(cluster: Cluster, oracle: Oracle
 def test_prefill_killed_in_the_midst(cluster: Cluster, oracle: Oracle) -> None:
     talk = Conversation("push-prefill-killed", seed=90)
     messages = talk.say(LONG)
-    with cluster.faults(PREFILL, delay_layer_s=1.0), ThreadPoolExecutor(1) as pool:
+    with cluster.faults(PREFILL, delay_layer_s=DELAY_S), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(cluster.client.ask, messages, session=talk.session, max_tokens=16)
         wait_until(lambda: being_written(cluster, talk.session), "it is being written")
         cluster.prefill.kill()
@@ -242,7 +245,7 @@ def test_prefill_killed_in_the_midst(cluster: Cluster, oracle: Oracle) -> None:
 def test_decode_killed_in_the_midst(cluster: Cluster, oracle: Oracle) -> None:
     talk = Conversation("push-decode-killed", seed=91)
     messages = talk.say(LONG)
-    with cluster.faults(PREFILL, delay_layer_s=1.0), ThreadPoolExecutor(1) as pool:
+    with cluster.faults(PREFILL, delay_layer_s=DELAY_S), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(cluster.client.ask, messages, session=talk.session, max_tokens=16)
         wait_until(lambda: being_written(cluster, talk.session), "it is being written")
         cluster.decode.kill()
@@ -256,7 +259,7 @@ def test_decode_killed_in_the_midst(cluster: Cluster, oracle: Oracle) -> None:
 def test_the_control_plane_killed_in_the_midst(cluster: Cluster, oracle: Oracle) -> None:
     talk = Conversation("push-cp-killed", seed=92)
     messages = talk.say(LONG)
-    with cluster.faults(PREFILL, delay_layer_s=0.2), ThreadPoolExecutor(1) as pool:
+    with cluster.faults(PREFILL, delay_layer_s=DELAY_S), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(cluster.client.ask, messages, session=talk.session, max_tokens=16)
         wait_until(lambda: being_written(cluster, talk.session), "it is being written")
         cluster.control_plane.kill()

@@ -15,7 +15,7 @@ from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS, Clock
 from kvshuttle.dataplane.faults import Faults
 from kvshuttle.dataplane.log import get_logger
-from kvshuttle.dataplane.push_writer import GONE
+from kvshuttle.dataplane.push_writer import GONE, STOPPING
 from kvshuttle.dataplane.transport import LocalRegion
 
 if TYPE_CHECKING:
@@ -26,8 +26,8 @@ __all__ = ["LandingZones"]
 _log = get_logger("landing")
 
 LISTENED_NS = 2 * NS
-"""How long after its deadline a zone that was given up is polled for: its writer's notice, if one is
-on its way, is there by then; after that the control plane tells."""
+"""How long after its deadline a zone that was given up is polled for: its writer's notice, if one
+is on its way, is there by then; after that the control plane tells."""
 
 
 @dataclass(eq=False)
@@ -118,6 +118,10 @@ class LandingZones:
             landing.peer = self._peers.get((order.worker_id, order.incarnation), "")
         if peer != landing.peer or version != str(order.version).encode():
             _log.error("foreign_notice", lease=order.lease_id, peer=peer)
+            return
+        if kind == STOPPING:
+            # It says nothing more of it than that all will not be written; bytes may yet come.
+            self._give_up(landing, rest.decode(errors="replace") or "WRITER_STOPPED")
             return
         del self._landings[order.lease_id]
         if kind == GONE:

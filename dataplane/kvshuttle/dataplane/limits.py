@@ -14,6 +14,7 @@ __all__ = [
     "EAGER_PIECE_BLOCKS",
     "EAGER_REMEMBERED",
     "EVENTS_BYTES",
+    "LANDING_WAIT_NS",
     "MAX_CLOSED_PUSHES",
     "MAX_EVENTS_A_MESSAGE",
     "MAX_MESSAGE_BYTES",
@@ -71,6 +72,11 @@ WRITE_STALL_NS = 5 * NS
 STOPPED_POLLING_NS = 10 * NS
 """How long after a push's deadline a WRITE that does not end is asked after: its destination is
 dead then, and until that is attested nothing waits for the answer."""
+
+LANDING_WAIT_NS = 3 * NS
+"""How long an offered landing zone waits for a word on it at least, while there is a stream to the
+control plane: the answer takes some ms, and to give up means to compute, and to keep the blocks until
+it comes."""
 
 MAX_CLOSED_PUSHES = 4_096
 """Ended pushes that a mover remembers, so that a step which was on its way posts nothing."""

@@ -24,6 +24,7 @@ __all__ = [
     "PushEnded",
     "PushFinish",
     "PushStop",
+    "PushStopping",
     "Read",
     "ReadEnded",
     "ReadGivenUp",
@@ -290,6 +291,14 @@ class PushChunkDone(msgspec.Struct, tag=True, frozen=True):
     number: int
 
 
+class PushStopping(msgspec.Struct, tag=True, frozen=True):
+    """This rank posts nothing more under the lease, but something is in flight: PushEnded comes
+    when it has ended."""
+
+    lease_id: str
+    reason: str
+
+
 class PushEnded(msgspec.Struct, tag=True, frozen=True):
     """Nothing of this rank's is in flight under the lease, and nothing more will be posted."""
 
@@ -315,6 +324,7 @@ FromMover = (
     | LandingEnded
     | LandingGivenUp
     | PushChunkDone
+    | PushStopping
     | PushEnded
     | MoverFailed
 )

@@ -17,6 +17,7 @@ from kvshuttle.dataplane.clock import Clock
 from kvshuttle.dataplane.counters import Counters
 from kvshuttle.dataplane.grants import Grant
 from kvshuttle.dataplane.holds import Hold, HoldKind, HoldTable
+from kvshuttle.dataplane.limits import LANDING_WAIT_NS
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.outbox import Outbox
 from kvshuttle.dataplane.turns import PushHope, TurnLeg
@@ -136,7 +137,7 @@ class LandingSide:
             blocks=len(block_ids),
             tokens=len(block_ids) * self._block_size,
             looked_ns=looked_ns,
-            patience_ns=now + leg.lookup_wait_ns,
+            patience_ns=now + max(leg.lookup_wait_ns, LANDING_WAIT_NS),
             ranks_left=self._out.num_ranks,
         )
         self._by_lease[hope.lease_id] = landing
@@ -276,6 +277,12 @@ class LandingSide:
             self._say(landing, agent_pb2.TRANSFER_OUTCOME_PUBLISHED, "")
         if landing.orphaned:
             self._forget(landing)
+
+    def stream_down(self) -> None:
+        """Nobody will say soon whether a landing zone was granted."""
+        now = self._clock()
+        for landing in self._by_lease.values():
+            landing.patience_ns = min(landing.patience_ns, now + landing.leg.lookup_wait_ns)
 
     # Time.
 

@@ -295,6 +295,12 @@ class PushSide:
             if hold is not None:
                 self._holds.release(hold)
 
+    def mover_stops(self, message: m.PushStopping) -> None:
+        """One rank posts nothing more, so the others need not either; and no extension is given."""
+        push = self._pushes.get(message.lease_id)
+        if push is not None:
+            self._stop(push, message.reason)
+
     def ended(self, message: m.PushEnded) -> None:
         """One rank writes no more under a lease, and nothing of it is in flight."""
         push = self._pushes.get(message.lease_id)

@@ -32,12 +32,13 @@ from kvshuttle.dataplane.transport import BlockList, LocalRegion, ReadHandle, Tr
 if TYPE_CHECKING:
     from kvshuttle.dataplane.transfers import Transport
 
-__all__ = ["GONE", "PUSHED", "PushWriter"]
+__all__ = ["GONE", "PUSHED", "STOPPING", "PushWriter"]
 
 _log = get_logger("pushes")
 
-PUSHED, GONE = b"pushed", b"gone"
-"""Notices of a writer: all is written; or it writes no more, and why."""
+PUSHED, STOPPING, GONE = b"pushed", b"stopping", b"gone"
+"""Notices of a writer: all is written; or it will not be, and why, though something may be in
+flight; or it writes no more, and why."""
 
 
 @dataclass(eq=False)
@@ -62,6 +63,8 @@ class _Push:
     chunks_done: int = 0
     chunks_all: int | None = None
     stopping: str = ""
+    # Whoever waits for it was told that it stops, while something was in flight.
+    said_stopping: bool = False
     bytes_moved: int = 0
     transfer_ns: int = 0
 
@@ -194,6 +197,10 @@ class PushWriter:
             if not push.flying:
                 self._end(push, push.stopping)
                 return True
+            if not push.said_stopping:
+                push.said_stopping = True
+                self._say(push, STOPPING, push.stopping)
+                self._send(m.PushStopping(push.order.lease_id, push.stopping))
         elif push.chunks_all is not None and push.chunks_done >= push.chunks_all:
             # After completion, not before: a process that was paused must see its own lateness.
             self._end(push, "LATE" if self._clock() > push.deadline_ns else "")
@@ -262,7 +269,8 @@ class PushWriter:
 
     def _end(self, push: _Push, reason: str) -> None:
         order = push.order
-        if push.peer and not self._say(push, reason) and not reason:
+        said = not push.peer or self._say(push, GONE if reason else PUSHED, reason)
+        if not said and not reason:
             reason = "PEER_UNREACHABLE"
         for chunk in list(push.chunks):
             self._drop_chunk(push, chunk)
@@ -274,11 +282,11 @@ class PushWriter:
             m.PushEnded(order.lease_id, not reason, reason, push.bytes_moved, push.transfer_ns)
         )
 
-    def _say(self, push: _Push, reason: str) -> bool:
+    def _say(self, push: _Push, kind: bytes, reason: str) -> bool:
         order = push.order
         words = [str(order.version), order.lease_id]
         words += [reason] if reason else [str(push.bytes_moved), str(push.transfer_ns)]
-        notice = b"|".join([GONE if reason else PUSHED, *(word.encode() for word in words)])
+        notice = b"|".join([kind, *(word.encode() for word in words)])
         # The notice needs a few more calls into NIXL to leave this process.
         self.linger_until = max(self.linger_until, self._clock() + NS // 5)
         try:

@@ -376,7 +376,7 @@ class SchedulerAgent:
                 for peer in item.welcome.peers:
                     self._add_peer(peer)
             case StreamDown():
-                pass
+                self.landings.stream_down()
             case Tick():
                 now = self._clock()
                 self.source.expire(now)
@@ -399,6 +399,8 @@ class SchedulerAgent:
                 self.landings.given_up(item)
             case m.PushChunkDone():
                 self.push.chunk_done(item)
+            case m.PushStopping():
+                self.push.mover_stops(item)
             case m.PushEnded():
                 self.push.ended(item)
             case m.MoverFailed():

@@ -31,7 +31,7 @@ from kvshuttle.dataplane.limits import (
 )
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.push_steps import PushStep
-from kvshuttle.dataplane.push_writer import GONE, PUSHED, PushWriter
+from kvshuttle.dataplane.push_writer import GONE, PUSHED, STOPPING, PushWriter
 from kvshuttle.dataplane.transport import BlockList, LocalRegion, ReadHandle, TransportError
 
 __all__ = ["Results", "Transfers", "Transport"]
@@ -479,6 +479,6 @@ class Transfers:
                 self._linger_until = max(self._linger_until, self._clock() + NS // 5)
             elif kind in (_YES, _NO):
                 self._answered(lease_id, peer, kind == _YES)
-            elif kind in (PUSHED, GONE):
+            elif kind in (PUSHED, STOPPING, GONE):
                 self.zones.notice(peer, kind, rest)
         return bool(received)

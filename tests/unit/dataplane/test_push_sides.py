@@ -10,7 +10,7 @@ import pytest
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS
 from kvshuttle.dataplane.push_source import Scheduled
-from kvshuttle.dataplane.scheduler import FinishedRequest, Tick
+from kvshuttle.dataplane.scheduler import FinishedRequest, StreamDown, Tick
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
 from tests.unit.dataplane.fakes import FakeOutbox
@@ -193,6 +193,8 @@ def test_without_an_answer_it_waits_no_longer_than_a_lookup_and_frees_nothing() 
     bench = Decode()
     bench.land()
     bench.tick(0.31)
+    assert not bench.orders(m.Abandon)
+    bench.tick(2.7)
     assert [x.reason for x in bench.orders(m.Abandon)] == ["GRANT_TIMEOUT"]
     bench.report(m.LandingGivenUp("r", "l1", "GRANT_TIMEOUT"))
     assert bench.stopped() == [(DISCARDED, "GRANT_TIMEOUT")]
@@ -203,8 +205,15 @@ def test_without_an_answer_it_waits_no_longer_than_a_lookup_and_frees_nothing() 
     other = Decode()
     other.land()
     other.obey(landing_granted=agent_pb2.LandingGranted(lease_id="l1", version=2))
-    other.tick(0.31)
+    other.tick(3.1)
     assert not other.orders(m.Abandon)
+    # Without a stream nobody will answer soon.
+    alone = Decode()
+    alone.land()
+    alone.agent.post(StreamDown(1))
+    alone.end_hook()
+    alone.tick(0.31)
+    assert [x.reason for x in alone.orders(m.Abandon)] == ["GRANT_TIMEOUT"]
 
 
 def test_a_revoke_fails_the_load_and_frees_nothing() -> None:
@@ -277,7 +286,7 @@ def test_a_read_that_does_not_come_or_does_not_fit_fails_the_load() -> None:
 def test_a_landing_zone_that_was_given_up_is_not_read_into() -> None:
     bench = Decode()
     bench.land()
-    bench.tick(0.4)  # told to wait no longer; the movers have not said so yet
+    bench.tick(3.1)  # told to wait no longer; the movers have not said so yet
     over = agent_pb2.WriterStopped(lease_id="l1", version=2, pull_follows=True)
     bench.obey(writer_stopped=over)
     assert [x.quiet for x in bench.orders(m.Unawait)] == [False]
@@ -619,6 +628,21 @@ def test_one_rank_that_fails_stops_the_others() -> None:
     bench.report(m.PushEnded("l1", False, "TRANSFER_FAILED"))
     assert bench.stopped() == [(FAILED, "TRANSFER_FAILED", True)]
     assert bench.held == 0
+
+
+def test_a_write_that_stands_still_stops_all_ranks_and_is_extended_no_more() -> None:
+    bench = Prefill(ranks=2)
+    bench.push_grant()
+    bench.run()
+    bench.step(0, 80)
+    bench.report(m.PushStopping("l1", "TRANSFER_STALLED"))
+    assert [x.reason for x in bench.orders(m.PushStop)] == ["TRANSFER_STALLED"]
+    assert not bench.stopped()
+    more = agent_pb2.ExtendLeases(extension=3, lease_epoch=5, lease_seqs=[9], is_source=True)
+    more.ttl.FromSeconds(60)
+    bench.obey(extend_leases=more)
+    (answer,) = bench.out.take("leases_extended")
+    assert list(answer.missing_seqs) == [9]
 
 
 def test_after_the_deadline_nothing_is_held_for_it() -> None:

@@ -261,10 +261,12 @@ def test_after_a_stop_nothing_is_posted_and_the_end_waits_for_what_flies(mover: 
     mover.poll(60)
     assert len(mover.wire.writes) == 1
     assert mover.ends == []
-    assert not mover.wire.said
+    # Whoever waits need not wait for the end, but must keep its blocks until then.
+    assert mover.wire.said == [("agent", b"stopping|3|l1|REVOKED")]
+    assert mover.take(m.PushStopping) == [m.PushStopping("l1", "REVOKED")]
     mover.complete()
     assert mover.ends == [(False, "REVOKED")]
-    assert mover.wire.said == [("agent", b"gone|3|l1|REVOKED")]
+    assert mover.wire.said[1:] == [("agent", b"gone|3|l1|REVOKED")]
     # What comes for it later is dropped.
     mover.step(chunk(1, 0, 2, ready=True))
     mover.push()
@@ -335,7 +337,7 @@ def test_what_completes_after_the_deadline_is_not_said_to_be_written(mover: Move
     mover.clock.now += 3 * NS
     mover.complete()
     assert mover.ends == [(False, "LEASE_EXPIRED")]
-    assert mover.wire.said == [("agent", b"gone|3|l1|LEASE_EXPIRED")]
+    assert mover.wire.said[-1] == ("agent", b"gone|3|l1|LEASE_EXPIRED")
 
 
 def test_a_destination_that_is_not_known_or_does_not_hear(mover: Mover) -> None:
@@ -438,6 +440,19 @@ def test_more_time_moves_the_deadline(mover: Mover) -> None:
     mover.poll(2)
     mover.hear(b"pushed|3|l1|1|1")
     assert mover.landed == [(True, "")]
+
+
+def test_a_writer_that_stops_fails_the_load_and_frees_nothing_until_it_has_gone(
+    mover: Mover,
+) -> None:
+    mover.await_()
+    mover.hear(b"stopping|3|l1|TRANSFER_STALLED")
+    assert mover.results.take() == ({"r"}, {"r"})
+    assert mover.take(m.LandingGivenUp) == [m.LandingGivenUp("r", "l1", "TRANSFER_STALLED")]
+    assert not mover.landed
+    mover.hear(b"gone|3|l1|TRANSFER_STALLED")
+    assert mover.landed == [(False, "TRANSFER_STALLED")]
+    assert mover.results.take() == (set(), set())
 
 
 @pytest.mark.parametrize("how", ["gone", "abandon", "unawait", "fence", "failure"])
