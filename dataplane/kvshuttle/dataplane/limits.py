@@ -75,8 +75,7 @@ dead then, and until that is attested nothing waits for the answer."""
 
 LANDING_WAIT_NS = 3 * NS
 """How long an offered landing zone waits for a word on it at least, while there is a stream to the
-control plane: the answer takes some ms, and to give up means to compute, and to keep the blocks until
-it comes."""
+control plane: the answer takes some ms, and giving up means to compute, and to keep the blocks."""
 
 MAX_CLOSED_PUSHES = 4_096
 """Ended pushes that a mover remembers, so that a step which was on its way posts nothing."""
