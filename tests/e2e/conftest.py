@@ -141,7 +141,7 @@ class Cluster:
     def control_plane_with(self, *flags: str) -> Iterator[None]:
         """Restarts the control plane with other flags, and back with its usual ones."""
         usual = self.control_plane.extra_args
-        for arguments in ([*store_args(self.logs), *flags], usual):
+        for arguments in (store_args(self.logs, *flags), usual):
             self.control_plane.stop()
             self.control_plane.extra_args = arguments
             self.start_control_plane()
@@ -160,12 +160,14 @@ def logs(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return tmp_path_factory.mktemp("logs")
 
 
-def store_args(logs: Path) -> list[str]:
+def store_args(logs: Path, *flags: str) -> list[str]:
     """On disk, so that the control plane can be stopped and started between turns; and with a log
     of each lease."""
     store = ["--store", str(logs / "controlplane.sqlite")]
-    # Short turns too go to prefill: what is moved is what most tests are about.
-    return [*store, "--direct-tokens", "0", "--log-format=json", "--log-level=debug"]
+    if "--direct-tokens" not in flags:
+        # Short turns too go to prefill: what is moved is what most tests are about.
+        store += ["--direct-tokens", "0"]
+    return [*store, "--log-format=json", "--log-level=debug", *flags]
 
 
 @pytest.fixture(scope="session")
@@ -175,7 +177,7 @@ def engines(logs: Path) -> Iterator[tuple[Stack, ControlPlane, Engine, Engine, E
     cpus = engine_cpus()
     with Stack() as stack:
         # Lazy by default: what a request waits for is what most tests are about.
-        control_plane = ControlPlane(directory=logs, extra_args=[*store_args(logs), "--no-eager"])
+        control_plane = ControlPlane(directory=logs, extra_args=store_args(logs, "--no-eager"))
         stack.start(control_plane)
         prefill, decode = (
             Engine(

@@ -1,5 +1,5 @@
-"""A forked session on real engines: it gets its parent's prefix by a lease, and no other tenant
-does."""
+"""What the planner chooses, on real engines: a forked session gets its parent's prefix by a lease,
+and no other tenant does; a short turn runs at decode alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,18 @@ from pathlib import Path
 import pytest
 
 from kvshuttle.localstack import ChatClient, Gateway, user
+from kvshuttle.localstack.metrics import PROMPT_TOKENS
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from kvshuttle.v1 import types_pb2
 from tests.e2e.conftest import DECODE, PREFILL, Cluster
 from tests.e2e.steps import BLOCK, turn
-from tests.support.conversation import MAX_TOKENS, Conversation, Oracle, text
+from tests.support.conversation import (
+    MAX_TOKENS,
+    RECOMPUTED_TOLERANCE,
+    Conversation,
+    Oracle,
+    text,
+)
 
 pytestmark = pytest.mark.usefixtures("nothing_leaked")
 KEY = "a-stranger's-key"
@@ -57,6 +64,24 @@ def test_a_fork_gets_its_parents_prefix(cluster: Cluster, oracle: Oracle) -> Non
     assert max(forks) <= held
     # The parent goes on as if nothing had been.
     assert turn(cluster, oracle, talk) >= held - 2 * BLOCK
+
+
+def test_a_short_turn_runs_at_decode_alone(cluster: Cluster, oracle: Oracle) -> None:
+    with cluster.control_plane_with("--no-eager", "--direct-tokens", "256"):
+        talk = Conversation("fork-none", seed=92)
+        turn(cluster, oracle, talk, words=400)
+        computed = cluster.prefill.metrics().total(PROMPT_TOKENS)
+        messages = talk.say(20)
+        answer = cluster.client.ask(messages, session=talk.session, max_tokens=MAX_TOKENS)
+        talk.heard(answer)
+        oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
+        assert answer.headers["x-kvshuttle-mode"] == "direct"
+        assert answer.headers["x-kvshuttle-reason"] == "SHORT_PROMPT"
+        assert cluster.prefill.metrics().total(PROMPT_TOKENS) == computed
+        last = cluster.view.session(talk.session).turns[-1]
+        assert not last.HasField("prefill")
+        # The next long one goes by prefill, which gets what decode has.
+        assert turn(cluster, oracle, talk, words=300, tolerance=RECOMPUTED_TOLERANCE) > 0
 
 
 @pytest.fixture
