@@ -213,6 +213,11 @@ class Agent:
             **more,
         )
         offered.hold_remaining.FromSeconds(3_600)
+        # As a real agent's: two an octave of 64 tokens. Those of one session stay the same.
+        step = offered.num_tokens // 64
+        marks = 0 if offered.leg == types.LEG_PREFILL else 2 * step.bit_length() - 1
+        stem = held.name.encode().ljust(31, b"~")[-31:]
+        offered.checkpoints.extend(stem + bytes((at,)) for at in range(max(0, marks)))
         return offered
 
 

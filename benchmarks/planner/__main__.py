@@ -4,7 +4,7 @@
 
 `sticky`: a session stays where it began. `planner`: the real planner, with all that it has to
 learn first; `planner_no_direct` the same with --direct-tokens 0. `greedy`: knows all rates and
-queues, and takes what is best for this turn. `bound`: as if nothing ever waited and all KV were
+queues, and takes what is best for this turn, by the same rule for decode alone. `bound`: as if nothing ever waited and all KV were
 everywhere: no placement can do better, and none need be able to do as well. What the cluster is
 made of is in `replay`. Ends with one JSON line; seeded: it says the same on every machine.
 """
@@ -36,7 +36,7 @@ ARMS: dict[str, tuple[Policy, int]] = {
     "sticky": (sticky, 0),
     "planner_no_direct": (planned, 0),
     "planner": (planned, 256),
-    "greedy": (greedy, 0),
+    "greedy": (greedy, 256),
 }
 # An 8B model with grouped attention on one GPU a worker, and 100 Gb/s between them: round figures.
 TOKENS_PER_S, BYTES_PER_TOKEN, BYTES_PER_S = 8_000.0, 128 << 10, 10e9

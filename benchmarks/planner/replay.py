@@ -218,8 +218,9 @@ def greedy(
             modes.append(ReturnMode.EAGER if prefill == one.prefill else ReturnMode.LAZY)
         ways += [(c.times(one, r, now, prefill, decode, m)[2], prefill, decode, m) for m in modes]
     if one.left:
-        direct = c.times(one, r, now, "", decode, ReturnMode.DIRECT)[2]
-        ways.append((direct, "", decode, ReturnMode.DIRECT))
+        _, _, direct, computed = c.times(one, r, now, "", decode, ReturnMode.DIRECT)
+        if computed <= c.planner.direct_tokens:
+            ways.append((direct, "", decode, ReturnMode.DIRECT))
     _, prefill, decode, mode = min(ways)
     return prefill, decode, mode, None
 
