@@ -3,10 +3,11 @@
     python -m benchmarks.planner --traces agentic_sessions.jsonl.gz
 
 `sticky`: a session stays where it began. `planner`: the real planner, with all that it has to
-learn first; `planner_no_direct` the same with --direct-tokens 0. `greedy`: knows all rates and
-queues, and takes what is best for this turn, by the same rule for decode alone. `bound`: as if nothing ever waited and all KV were
-everywhere: no placement can do better, and none need be able to do as well. What the cluster is
-made of is in `replay`. Ends with one JSON line; seeded: it says the same on every machine.
+learn first; `planner_no_direct` the same with --direct-tokens 0. `greedy`: knows all rates, queues
+and what of a history was rewritten, and takes what is best for this turn, under the same rule for
+decode alone. `bound`: as if nothing ever waited and all KV were everywhere: no placement can do
+better, and none need be able to do as well. What the cluster is made of is in `replay`. Ends with
+one JSON line; seeded: it says the same on every machine.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from tests.mutation.core import CORE
 from tests.mutation.eager import EAGER
+from tests.mutation.prefixes import PREFIXES
 from tests.mutation.pushes import PUSHES
 from tests.mutation.recovery import RECOVERY
 from tests.mutation.renewals import RENEWALS
@@ -16,4 +17,4 @@ from tests.mutation.streams import STREAMS
 
 __all__ = ["MUTANTS"]
 
-MUTANTS = (*CORE, *EAGER, *PUSHES, *RENEWALS, *RECOVERY, *RETENTION, *STREAMS)
+MUTANTS = (*CORE, *EAGER, *PREFIXES, *PUSHES, *RENEWALS, *RECOVERY, *RETENTION, *STREAMS)

@@ -8,7 +8,12 @@ import pytest
 
 from kvshuttle.controlplane.model import commands as c
 from kvshuttle.controlplane.model.limits import SECOND, Limits
-from kvshuttle.controlplane.model.reports import PrefixReport, ReplicaReport
+from kvshuttle.controlplane.model.reports import (
+    Heartbeat,
+    PoolStats,
+    PrefixReport,
+    ReplicaReport,
+)
 from kvshuttle.controlplane.model.session import Turn
 from kvshuttle.controlplane.model.terms import (
     Direction,
@@ -279,3 +284,20 @@ def test_what_its_own_session_left_too_late_is_found_too(world: World) -> None:
     (order,) = world.told(decode, c.Harden)
     assert (order.key, order.range.end) == (B, 50)
     assert world.lease(order.lease_id).source_key is None
+
+
+def test_a_session_that_leaves_a_worker_for_both_leaves_its_replica_there() -> None:
+    world = World(Limits(eager=False))
+    one, two = world.connect("b1", WorkerRole.BOTH), world.connect("b2", WorkerRole.BOTH)
+    left(world, one, A, chain("x", 40), world.begin(key=A))
+    full = PoolStats(total_blocks=1_000, free_blocks=500, running_requests=4, waiting_requests=40)
+    world.agent(one, "heartbeat", Heartbeat(6, full))
+    turn = world.begin(key=A)
+    assert (turn.decode.worker, turn.plan.placement) == (two, "SHORTER_QUEUE")
+    (order,) = world.told(one, c.Harden)
+    world.harden(order, one)
+    (grant,) = world.told(two, c.Grant)
+    assert grant.direction is Direction.FORWARD
+    world.stop(two, order.lease_id)
+    assert world.lease(order.lease_id).state is LeaseState.COMPLETED
+    assert world.told(one, c.ReleaseReplica) == []
