@@ -24,9 +24,17 @@ from tests.support.conversation import (
     text,
 )
 
-pytestmark = pytest.mark.usefixtures("nothing_leaked")
+pytestmark = pytest.mark.usefixtures("patient", "nothing_leaked")
+PATIENT = ("--lookup-wait-ms", "8000")
 KEY = "a-stranger's-key"
 STRANGER = "stranger"
+
+
+@pytest.fixture(scope="module")
+def patient(cluster: Cluster) -> Iterator[None]:
+    """Lookups that wait for long: what a busy machine is late with is no finding here."""
+    with cluster.control_plane_with("--no-eager", "--direct-tokens", "100", *PATIENT):
+        yield
 
 
 def parent(cluster: Cluster, oracle: Oracle, name: str, seed: int) -> Conversation:
@@ -67,21 +75,20 @@ def test_a_fork_gets_its_parents_prefix(cluster: Cluster, oracle: Oracle) -> Non
 
 
 def test_a_short_turn_runs_at_decode_alone(cluster: Cluster, oracle: Oracle) -> None:
-    with cluster.control_plane_with("--no-eager", "--direct-tokens", "256"):
-        talk = Conversation("fork-none", seed=92)
-        turn(cluster, oracle, talk, words=400)
-        computed = cluster.prefill.metrics().total(PROMPT_TOKENS)
-        messages = talk.say(20)
-        answer = cluster.client.ask(messages, session=talk.session, max_tokens=MAX_TOKENS)
-        talk.heard(answer)
-        oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
-        assert answer.headers["x-kvshuttle-mode"] == "direct"
-        assert answer.headers["x-kvshuttle-reason"] == "SHORT_PROMPT"
-        assert cluster.prefill.metrics().total(PROMPT_TOKENS) == computed
-        last = cluster.view.session(talk.session).turns[-1]
-        assert not last.HasField("prefill")
-        # The next long one goes by prefill, which gets what decode has.
-        assert turn(cluster, oracle, talk, words=300, tolerance=RECOMPUTED_TOLERANCE) > 0
+    talk = Conversation("fork-none", seed=92)
+    turn(cluster, oracle, talk, words=400)
+    computed = cluster.prefill.metrics().total(PROMPT_TOKENS)
+    messages = talk.say(20)
+    answer = cluster.client.ask(messages, session=talk.session, max_tokens=MAX_TOKENS)
+    talk.heard(answer)
+    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
+    assert answer.headers["x-kvshuttle-mode"] == "direct"
+    assert answer.headers["x-kvshuttle-reason"] == "SHORT_PROMPT"
+    assert cluster.prefill.metrics().total(PROMPT_TOKENS) == computed
+    last = cluster.view.session(talk.session).turns[-1]
+    assert not last.HasField("prefill")
+    # The next long one goes by prefill, which gets what decode has.
+    assert turn(cluster, oracle, talk, words=300, tolerance=RECOMPUTED_TOLERANCE) > 0
 
 
 @pytest.fixture
