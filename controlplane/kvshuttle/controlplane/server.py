@@ -38,6 +38,8 @@ from kvshuttle.controlplane.services.turns import TurnStreams
 from kvshuttle.controlplane.services.watch import Hubs
 from kvshuttle.controlplane.settings import Settings, SettingsError
 from kvshuttle.controlplane.store import MemoryStore, SqliteStore
+from kvshuttle.controlplane.traces import ControlTraces
+from kvshuttle.tracing import Tracing, TracingError
 from kvshuttle.v1 import agent_service_pb2_grpc as agent_grpc
 from kvshuttle.v1 import cluster_service_pb2_grpc as cluster_grpc
 from kvshuttle.v1 import lease_service_pb2_grpc as lease_grpc
@@ -46,6 +48,7 @@ from kvshuttle.v1 import session_service_pb2_grpc as session_grpc
 if TYPE_CHECKING:
     from pathlib import Path
 
+    from kvshuttle.controlplane.model.lease import Lease
     from kvshuttle.controlplane.model.limits import Limits
     from kvshuttle.controlplane.store import Store
 
@@ -100,8 +103,15 @@ class Server:
     StoreError or SettingsError from `start`; after it, `stop` lets go of everything.
     """
 
-    def __init__(self, settings: Settings, limits: Limits | None = None) -> None:
+    def __init__(
+        self,
+        settings: Settings,
+        limits: Limits | None = None,
+        tracing: Tracing | None = None,
+    ) -> None:
         self.settings = settings
+        self._tracing = tracing
+        self._traces: ControlTraces | None = None
         self.limits = limits if limits is not None else settings.limits()
         self.metrics = Metrics()
         self.clock = Timeline()
@@ -135,8 +145,14 @@ class Server:
             accept_lineage_change=settings.accept_lineage_change or path is None,
         )
         self.hubs = Hubs(self.limits, (snapshot.epoch + 1) * REVISIONS_PER_EPOCH)
+        self._traces = self._make_traces()
         self.runtime = Runtime(
-            self.registry, store, self.clock, self.streams, self.hubs, self.metrics
+            self.registry,
+            store,
+            self.clock,
+            self.streams,
+            self.hubs,
+            self._traces or self.metrics,
         )
         # Nobody is served before the new epoch is durable: it must never be used twice.
         await self.runtime.apply(
@@ -157,9 +173,12 @@ class Server:
         # An agent is known by its certificate only, so a listener of its own has no tokens.
         agents = self._listener(None, limits.agent_message_bytes) if own else api
         agent_grpc.add_AgentServiceServicer_to_server(
-            AgentService(self.runtime, self.streams, checks, self.limits, self.metrics), agents
+            AgentService(
+                self.runtime, self.streams, checks, self.limits, self.metrics, self._traces
+            ),
+            agents,
         )
-        operations = Operations(self.runtime, checks, _Tokens())
+        operations = Operations(self.runtime, checks, _Tokens(), self._traces)
         self._turns = TurnStreams(self.runtime, operations, limits, self.metrics)
         session_grpc.add_SessionServiceServicer_to_server(
             SessionService(self.runtime, checks, self.hubs.sessions, operations, self._turns), api
@@ -196,6 +215,22 @@ class Server:
         )
         if settings.ready_file is not None:
             self._write_ready(settings.ready_file)
+
+    def _make_traces(self) -> ControlTraces | None:
+        tracing = self._tracing
+        if tracing is None and self.settings.traces:
+            try:
+                tracing = Tracing.from_environment("kvshuttle-controlplane")
+            except TracingError as error:
+                raise SettingsError(str(error)) from error
+        if tracing is None:
+            return None
+
+        def find(lease_id: str) -> Lease | None:
+            # Looked up each time: a start makes the state anew.
+            return self.registry.state.leases.get(lease_id)
+
+        return ControlTraces(tracing, self.metrics, find)
 
     def _listener(self, tokens: Tokens | None, message_bytes: int) -> grpc.aio.Server:
         guard = Guard(
@@ -312,6 +347,8 @@ class Server:
             await self._metrics_server.close()
         if hasattr(self, "runtime"):
             await self.runtime.close()
+        if self._traces is not None:
+            await asyncio.to_thread(self._traces.close)
         for store in self._stores:
             store.close()
         log.info("stopped")

@@ -103,6 +103,12 @@ class Settings(BaseSettings):
         "callers are known by token, without it by certificate",
     )
 
+    traces: bool = Field(
+        False,
+        description="Export OpenTelemetry traces by OTLP (extra otel), to where "
+        "OTEL_EXPORTER_OTLP_ENDPOINT says",
+    )
+
     log_format: Literal["console", "json"] = Field("console", description="How to log")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="The least level to log; debug has a line for every turn"

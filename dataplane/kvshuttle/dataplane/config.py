@@ -50,6 +50,9 @@ class AgentConfig:
     """NIXL's plugin: UCX, or LIBFABRIC for EFA."""
     nixl_backend_params: dict[str, str] = field(default_factory=dict)
     """Passed to the plugin."""
+    traces: bool = False
+    """Export OpenTelemetry traces by OTLP (extra otel), to where OTEL_EXPORTER_OTLP_ENDPOINT
+    says."""
 
     @classmethod
     def parse(cls, extra: Mapping[str, object]) -> AgentConfig:
@@ -88,6 +91,7 @@ class AgentConfig:
             model_id=str(extra.get("model_id", "")),
             nixl_backend=str(extra.get("nixl_backend", "UCX")),
             nixl_backend_params={str(k): str(v) for k, v in params.items()},
+            traces=bool(extra.get("traces", False)),
         )
         config._check()
         return config

@@ -40,6 +40,7 @@ from kvshuttle.dataplane.scheduler import (
     StreamUp,
     Tick,
 )
+from kvshuttle.dataplane.tracing import traces_of
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import agent_service_pb2_grpc as agent_grpc
 
@@ -96,6 +97,7 @@ class ControlLink:
         self._urgent = False
         self._deadline_ns: int | None = None
         self._conversation: _Conversation | None = None
+        self._traces = traces_of(config)
         self._context = zmq.Context()
         self._orders = [self._connect_orders(x.command_address) for x in self._movers]
         self._threads = [
@@ -122,6 +124,8 @@ class ControlLink:
 
     def emit(self, event: agent_pb2.AgentEvent) -> None:
         """Queues an event for the control plane."""
+        if self._traces is not None:
+            self._traces.said(event)
         with self._changed:
             self._pending.append(event)
             if event.WhichOneof("event") not in UNHURRIED_EVENTS:
@@ -173,6 +177,8 @@ class ControlLink:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(timeout=2)
+        if self._traces is not None:
+            self._traces.close()
 
     # The threads.
 
@@ -279,6 +285,8 @@ class ControlLink:
         item = conversation.hear(response, boottime_ns())
         if item is None:
             return
+        if self._traces is not None:
+            self._traces.told(response.commands.commands)
         self._post(item)
         if isinstance(item, StreamUp):
             conversation.generation = item.generation

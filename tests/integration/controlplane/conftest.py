@@ -15,6 +15,7 @@ import pytest
 from kvshuttle.controlplane.model.limits import MS, SECOND, Limits
 from kvshuttle.controlplane.server import Server
 from kvshuttle.controlplane.settings import Settings
+from kvshuttle.tracing import Tracing
 from kvshuttle.v1 import cluster_service_pb2_grpc as cluster_grpc
 from kvshuttle.v1 import lease_service_pb2_grpc as lease_grpc
 from kvshuttle.v1 import session_service_pb2 as sessions
@@ -29,7 +30,10 @@ T = 10.0
 class Cluster:
     """A control plane, its clients, and the agents that a test made."""
 
-    def __init__(self, path: Path, limits: Limits, **settings: Any) -> None:
+    def __init__(
+        self, path: Path, limits: Limits, tracing: Tracing | None = None, **settings: Any
+    ) -> None:
+        self._tracing = tracing
         self._settings: dict[str, Any] = {
             "insecure": True,
             "api_address": "127.0.0.1:0",
@@ -43,7 +47,7 @@ class Cluster:
         self._channels: list[grpc.aio.Channel] = []
 
     async def start(self) -> None:
-        self.server = Server(Settings(**self._settings), self._limits)
+        self.server = Server(Settings(**self._settings), self._limits, self._tracing)
         await self.server.start()
         self.api = grpc.aio.insecure_channel(self.server.addresses.api)
         self.agents_channel = grpc.aio.insecure_channel(self.server.addresses.agent)

@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from kvshuttle.gateway import GatewayServer, GatewaySettings
+from kvshuttle.tracing import Tracing
 from tests.integration.gateway.fake_control_plane import FakeControlPlane
 from tests.integration.gateway.fake_engine import FakeEngine
 from tests.integration.gateway.waiting import eventually
@@ -50,7 +51,9 @@ CHAT: dict[str, Any] = {
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(**settings: Any) -> AsyncIterator[RunningGateway]:
+async def running_gateway(
+    tracing: Tracing | None = None, **settings: Any
+) -> AsyncIterator[RunningGateway]:
     """Starts a gateway in this loop, and stops it as SIGTERM would."""
     defaults: dict[str, Any] = {
         "port": 0,
@@ -58,7 +61,7 @@ async def running_gateway(**settings: Any) -> AsyncIterator[RunningGateway]:
         "refresh_interval_s": 0.1,
         "drain_timeout_s": 1.0,
     }
-    server = GatewayServer(GatewaySettings(**{**defaults, **settings}))
+    server = GatewayServer(GatewaySettings(**{**defaults, **settings}), tracing)
     task = asyncio.create_task(server.run_until_stopped())
     await eventually(lambda: server.started or task.done(), "gateway up")
     try:

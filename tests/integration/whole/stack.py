@@ -12,6 +12,8 @@ from typing import Any
 import grpc
 
 from kvshuttle.controlplane.model.limits import Limits
+from kvshuttle.dataplane.tracing import AgentTraces
+from kvshuttle.tracing import Tracing
 from kvshuttle.v1 import agent_service_pb2 as pb
 from kvshuttle.v1 import cluster_service_pb2 as workers
 from kvshuttle.v1 import session_service_pb2 as sessions
@@ -40,22 +42,30 @@ class ObedientAgent(Agent):
         self.expected: list[pb.ExpectTurn] = []
         self.counters = workers.WorkerCounters()
         self.held = 0
+        self.traces: AgentTraces | None = None
         self._clock = 1_000
 
     async def _read(self, call: Any) -> None:
         with contextlib.suppress(grpc.aio.AioRpcError, asyncio.InvalidStateError):
             while (response := await call.read()) is not grpc.aio.EOF:
+                if self.traces is not None:
+                    self.traces.told(response.commands.commands)
                 for command in response.commands.commands:
                     await self._obey(command)
                     async with self._more:
                         self._more.notify_all()
+
+    async def say(self, **event: Any) -> None:
+        if self.traces is not None:
+            self.traces.said(pb.AgentEvent(**event))
+        await super().say(**event)
 
     async def _obey(self, command: pb.AgentCommand) -> None:
         match command.WhichOneof("command"):
             case "expect_turn":
                 turn = command.expect_turn
                 self.expected.append(turn)
-                if turn.leg == types.LEG_PREFILL or not turn.lease_follows:
+                if not (turn.lease_id or turn.lease_follows):
                     await self._compute(turn)
             case "harden":
                 self.hardens.append(command.harden)
@@ -67,8 +77,13 @@ class ObedientAgent(Agent):
                 await self._take(command.grant)
             case "reader_stopped":
                 self.held = max(0, self.held - BLOCKS_OF_A_TURN)
+                lease_id = command.reader_stopped.lease_id
+                await self.say(
+                    source_released=pb.SourceReleased(lease_id=lease_id, reason="READER_STOPPED")
+                )
             case "revoke":
                 await self.stop(command.revoke.lease_id, pb.TRANSFER_OUTCOME_REVOKED)
+                await self._come(command.revoke.turn_token, 0)
 
     async def _compute(self, turn: pb.ExpectTurn, moved: int = 0) -> None:
         blocks = BLOCKS_OF_A_TURN * turn.turn
@@ -112,10 +127,26 @@ class ObedientAgent(Agent):
             replica = self.replica(chain, grant.session_id)
             replica.state = sessions.REPLICA_STATE_SOFT
             await self.say(offered=replica)
+        moved = blocks * 32 if outcome == pb.TRANSFER_OUTCOME_PUBLISHED else 0
+        await self._come(grant.turn_token, moved, grant.lease_id)
+
+    async def _come(self, token: str, moved: int, lease_id: str = "") -> None:
+        """What a leg waited for has come, or will not."""
         for turn in self.expected:
-            if turn.turn_token == grant.turn_token and turn.leg == types.LEG_DECODE:
-                moved = blocks * 32 if outcome == pb.TRANSFER_OUTCOME_PUBLISHED else 0
+            if (token and turn.turn_token == token) or (lease_id and turn.lease_id == lease_id):
                 await self._compute(turn, moved)
+
+    async def forget(self, session_id: str, turn: int) -> None:
+        """The engine has reused the blocks of what a turn had left."""
+        await self.say(
+            replica_changed=pb.ReplicaChanged(
+                tenant="default",
+                session_id=session_id,
+                head_hash=hashes(session_id, BLOCKS_OF_A_TURN * turn)[-1],
+                state=sessions.REPLICA_STATE_GONE,
+                reason="REUSED",
+            )
+        )
 
     async def beat_on(self) -> None:
         """Heartbeats until the stream ends."""
@@ -149,11 +180,17 @@ class Stack:
 
 @contextlib.asynccontextmanager
 async def running_stack(
-    path: Path, limits: Limits, settings: dict[str, Any] | None = None, **gateway: Any
+    path: Path,
+    limits: Limits,
+    settings: dict[str, Any] | None = None,
+    tracing: Callable[[str], Tracing] | None = None,
+    **gateway: Any,
 ) -> AsyncIterator[Stack]:
-    """Starts everything on free ports in this process, and stops it."""
+    """Starts everything on free ports in this process, and stops it. `tracing` makes a service's
+    traces."""
+    traces: Callable[[str], Tracing | None] = tracing or (lambda _: None)
     async with FakeEngine("prefill") as prefill, FakeEngine("decode") as decode:
-        cluster = Cluster(path, limits, **(settings or {}))
+        cluster = Cluster(path, limits, traces("controlplane"), **(settings or {}))
         await cluster.start()
         agents: dict[str, ObedientAgent] = {}
         beats: list[asyncio.Task[None]] = []
@@ -164,10 +201,14 @@ async def running_stack(
             ):
                 agent = ObedientAgent(cluster.agents_channel, name, role, url=engine.url)
                 agents[name] = agent
+                if tracing is not None:
+                    agent.traces = AgentTraces(tracing(name), name)
                 await agent.connect()
                 beats.append(asyncio.create_task(agent.beat_on()))
             target = cluster.server.addresses.api
-            async with running_gateway(control_plane=target, **gateway) as running:
+            async with running_gateway(
+                traces("gateway"), control_plane=target, **gateway
+            ) as running:
                 yield Stack(cluster, running, prefill, decode, agents)
         finally:
             for beat in beats:
@@ -175,4 +216,6 @@ async def running_stack(
             await asyncio.gather(*beats, return_exceptions=True)
             for agent in agents.values():
                 await agent.close()
+                if agent.traces is not None:
+                    agent.traces.close()
             await cluster.stop()

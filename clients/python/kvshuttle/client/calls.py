@@ -123,10 +123,12 @@ class ClientCalls:
         return_policy: session.ReturnPolicy.ValueType = session.RETURN_POLICY_AUTO,
         exclude_worker_ids: Sequence[str] = (),
         hints: types.SessionHints | None = None,
+        traceparent: str = "",
         tenant: str | None = None,
         timeout: float | None = None,
     ) -> Call[session.BeginTurnResponse]:
-        """Says where the next turn of a session runs."""
+        """Says where the next turn of a session runs. `traceparent`: W3C's, of the request that
+        the turn serves."""
         request = session.BeginTurnRequest(
             session_id=session_id,
             request_id=request_id or new_request_id(),
@@ -134,6 +136,7 @@ class ClientCalls:
             return_policy=return_policy,
             exclude_worker_ids=exclude_worker_ids,
             hints=hints,
+            traceparent=traceparent,
         )
         return _call(
             RPCS.begin_turn, request, lambda a: a, "begin_turn_s", timeout, tenant, "begin"

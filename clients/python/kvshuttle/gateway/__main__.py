@@ -13,6 +13,7 @@ from kvshuttle.gateway import logs
 from kvshuttle.gateway.auth import KeyFileError
 from kvshuttle.gateway.server import GatewayServer
 from kvshuttle.gateway.settings import load
+from kvshuttle.tracing import TracingError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             server = GatewayServer(settings)
             runner.run(server.run_until_stopped())
-    except (KeyFileError, ValueError) as error:
+    except (KeyFileError, TracingError, ValueError) as error:
         print(f"kvshuttle-gateway: {error}", file=sys.stderr)  # noqa: T201
         return 2
     except OSError as error:

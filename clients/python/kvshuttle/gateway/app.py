@@ -27,6 +27,7 @@ from kvshuttle.gateway.legs import PATHS, EngineHttp
 from kvshuttle.gateway.request import Services, TurnRequest
 from kvshuttle.gateway.sessions import SessionEndpoints
 from kvshuttle.gateway.turn import STATUS_CLIENT_GONE, TurnRun
+from kvshuttle.tracing import Tracing
 from kvshuttle.v1 import session_service_pb2 as session
 
 if TYPE_CHECKING:
@@ -60,8 +61,11 @@ class _ClientGone(Exception):  # noqa: N818
 class Gateway:
     """All that a running gateway has. `start` and `stop` are called by the ASGI lifespan."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, tracing: Tracing | None = None) -> None:
         self.settings = settings
+        if tracing is None and settings.traces:
+            tracing = Tracing.from_environment("kvshuttle-gateway")
+        self.tracing = tracing
         self.metrics = metrics.Metrics()
         self.auth = Authenticator.from_file(settings.api_keys_file)
         self.engines = EngineDirectory(settings.prefill_url, settings.decode_url)
@@ -75,7 +79,7 @@ class Gateway:
         client = AsyncClient(settings.control_plane, settings.client_options())
         control = ControlPlane(settings, self.metrics, self.engines, client)
         http = EngineHttp(settings, self.metrics)
-        self._services = Services(settings, self.metrics, self.engines, control, http)
+        self._services = Services(settings, self.metrics, self.engines, control, http, self.tracing)
         control.start()
 
     async def stop(self) -> None:
@@ -83,6 +87,8 @@ class Gateway:
         if self._services is not None:
             await self._services.control.close()
             await self._services.http.close()
+        if self.tracing is not None:
+            await asyncio.to_thread(self.tracing.close)
 
     @property
     def services(self) -> Services:
@@ -229,9 +235,9 @@ class CompletionEndpoint:
         return TurnRequest(tenant, identity, body, headers, policy, started, hints)
 
 
-def create_app(settings: GatewaySettings) -> Starlette:
+def create_app(settings: GatewaySettings, tracing: Tracing | None = None) -> Starlette:
     """The ASGI application. Raises KeyFileError where the API keys cannot be read."""
-    gateway = Gateway(settings)
+    gateway = Gateway(settings, tracing)
 
     @contextlib.asynccontextmanager
     async def lifespan(_app: Starlette) -> AsyncIterator[None]:

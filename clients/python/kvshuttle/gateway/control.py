@@ -149,6 +149,7 @@ class ControlPlane:
         return_policy: session.ReturnPolicy.ValueType,
         prompt_tokens_estimate: int,
         exclude_worker_ids: Sequence[str],
+        traceparent: str = "",
     ) -> BegunTurn:
         """Places a turn. Raises PlacementFailedError, in time whatever the control plane does."""
         if time.monotonic() < self._slow_until:
@@ -163,6 +164,7 @@ class ControlPlane:
                     prompt_tokens_estimate=prompt_tokens_estimate,
                     return_policy=return_policy,
                     exclude_worker_ids=exclude_worker_ids,
+                    traceparent=traceparent,
                     tenant=tenant,
                     timeout=max(
                         self._settings.begin_turn_settle_s, self._settings.begin_turn_timeout_s

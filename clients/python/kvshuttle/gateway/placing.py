@@ -14,6 +14,7 @@ from kvshuttle.gateway.control import PlacementFailedError
 from kvshuttle.gateway.legs import LegFailed
 from kvshuttle.gateway.sse import usage_of
 from kvshuttle.gateway.together import BothLegs, PrefillFailed
+from kvshuttle.gateway.traces import RequestTrace
 from kvshuttle.gateway.usage import TurnCost
 from kvshuttle.v1 import session_service_pb2 as session
 from kvshuttle.v1 import types_pb2 as types
@@ -74,6 +75,17 @@ class Placing:
     _failed_urls: list[str] = field(default_factory=list)
     _dropped: int = 0
     _both: BothLegs | None = None
+    trace: RequestTrace = field(init=False)
+
+    def __post_init__(self) -> None:
+        request = self.request
+        self.trace = RequestTrace(
+            self.services.tracing,
+            request.headers,
+            route=request.body.route,
+            tenant=request.tenant,
+            session_id=request.identity.session_id,
+        )
 
     async def open(self) -> DecodeStream:
         """The decode leg's answer, from wherever it can be had. Raises ApiError and
@@ -92,13 +104,15 @@ class Placing:
         self.phase = "begin"
         request = self.request
         try:
-            begun = await self.services.control.begin(
-                request.tenant,
-                request.identity.session_id,
-                return_policy=request.return_policy,
-                prompt_tokens_estimate=estimate_prompt_tokens(request.body),
-                exclude_worker_ids=self._excluded,
-            )
+            with self.trace.step("begin_turn") as step:
+                begun = await self.services.control.begin(
+                    request.tenant,
+                    request.identity.session_id,
+                    return_policy=request.return_policy,
+                    prompt_tokens_estimate=estimate_prompt_tokens(request.body),
+                    exclude_worker_ids=self._excluded,
+                    traceparent=step.traceparent,
+                )
         except PlacementFailedError as failed:
             self._fall_back(failed.reason)
             return False
@@ -129,17 +143,11 @@ class Placing:
     async def _prefill(self, placement: session.Placement, token: str) -> None:
         """Runs the prefill leg. Whatever it lacks, the decode leg computes."""
         self.phase = "prefill"
-        request = self.request
         url = placement.url.rstrip("/")
         if url in self._failed_urls:
             return
         try:
-            answer = await self.services.http.prefill(
-                url,
-                request.body.route,
-                leg_body(request.body, "prefill", token),
-                request.headers,
-            )
+            answer = await self._prefill_leg(placement, token)
         except LegFailed as failed:
             reason = _PREFILL_FAILURES.get(failed.failure, "PREFILL_UNREACHABLE")
             self._fall_back(reason, cause=str(failed))
@@ -153,19 +161,26 @@ class Placing:
             return
         self.cost.prefill = usage_of(answer.body)
 
+    async def _prefill_leg(self, placement: session.Placement, token: str) -> PrefillAnswer:
+        request = self.request
+        with self.trace.step("prefill", worker_id=placement.worker.worker_id) as step:
+            return await self.services.http.prefill(
+                placement.url.rstrip("/"),
+                request.body.route,
+                leg_body(request.body, "prefill", token),
+                step.headers(request.headers),
+            )
+
     async def _placed_together(self, turn: session.Turn, token: str) -> DecodeStream | None:
         """Runs both legs at once; None if one of them failed, and another placement is to be
         tried: decode waits for what prefill will not write."""
         self.phase = "prefill"
-        request = self.request
         url = turn.prefill.url.rstrip("/")
         if url in self._failed_urls:
             return None
         await self._end_both()
         both = self._both = BothLegs.start(
-            self.services.http.prefill(
-                url, request.body.route, leg_body(request.body, "prefill", token), request.headers
-            ),
+            self._prefill_leg(turn.prefill, token),
             self._decode(turn.decode.url.rstrip("/"), token),
         )
         try:
@@ -217,8 +232,12 @@ class Placing:
 
     async def _decode(self, url: str, token: str | None) -> DecodeStream:
         request = self.request
+        step = self.trace.decode(url=url)
         stream = await self.services.http.open_decode(
-            url, request.body.route, leg_body(request.body, "decode", token), request.headers
+            url,
+            request.body.route,
+            leg_body(request.body, "decode", token),
+            step.headers(request.headers),
         )
         if stream.is_event_stream:
             try:
@@ -263,6 +282,7 @@ class Placing:
             tenant=request.tenant,
             session=request.identity.session_id,
             turn=self.turn.turn if self.turn is not None else None,
+            **self.trace.trace_id,
         )
 
     @property

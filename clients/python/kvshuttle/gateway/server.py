@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvshuttle.gateway.settings import GatewaySettings
+    from kvshuttle.tracing import Tracing
 
 log = structlog.get_logger(__name__)
 
@@ -33,11 +34,11 @@ class GatewayServer(uvicorn.Server):
     """uvicorn's server on a socket of its own. SIGTERM and SIGINT stop it after a drain; a second
     SIGINT stops it at once."""
 
-    def __init__(self, settings: GatewaySettings) -> None:
+    def __init__(self, settings: GatewaySettings, tracing: Tracing | None = None) -> None:
         self.settings = settings
         super().__init__(
             uvicorn.Config(
-                create_app(settings),
+                create_app(settings, tracing),
                 http=bounded_http(settings.max_header_bytes, settings.header_timeout_s),
                 ws="none",
                 lifespan="on",

@@ -157,6 +157,12 @@ class GatewaySettings(BaseSettings):
     )
 
     # Logging
+    traces: bool = Field(
+        False,
+        description="Export OpenTelemetry traces by OTLP (extra otel), to where "
+        "OTEL_EXPORTER_OTLP_ENDPOINT says.",
+    )
+
     log_format: Literal["json", "console"] = Field("json", description="Form of the log lines.")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="Least level that is logged."

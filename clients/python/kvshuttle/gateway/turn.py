@@ -63,6 +63,7 @@ class TurnRun:
                 outcome = await self._relay(stream)
             finally:
                 await stream.close()
+                self._placing.trace.leg_ended()
         except PrefillRefused as refused:
             answer = refused.answer
             await self._answer.whole(answer.status, answer.headers, without_kv_params(answer.body))
@@ -173,6 +174,14 @@ class TurnRun:
             fallbacks=self._placing.fallbacks,
             ttft_ms=_ms(self._placing.cost.time_to_first_token_s),
             duration_ms=_ms(time.monotonic() - request.started),
+            **self._placing.trace.trace_id,
+        )
+        self._placing.trace.end(
+            self.status,
+            OUTCOMES[outcome],
+            mode=self._placing.mode,
+            turn=self._placing.turn.turn if self._placing.turn is not None else 0,
+            fallbacks=",".join(self._placing.fallbacks),
         )
 
 

@@ -1229,6 +1229,7 @@ class ExpectTurn(_message.Message):
     REPLICA_BLOCKS_FIELD_NUMBER: _builtins.int
     PUSH_FIELD_NUMBER: _builtins.int
     MAY_ASK_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     turn_token: _builtins.str
     """Names the turn."""
     tenant: _builtins.str
@@ -1255,6 +1256,8 @@ class ExpectTurn(_message.Message):
     """The session has nothing that could be moved, but others of its tenant might have the same
     prefix: the request may ask for it (PrefixWanted).
     """
+    traceparent: _builtins.str
+    """W3C traceparent of the turn, where the control plane makes traces."""
     @_builtins.property
     def lookup_wait(self) -> _duration_pb2.Duration:
         """Longest time for which a lookup may hold the request back."""
@@ -1283,10 +1286,11 @@ class ExpectTurn(_message.Message):
         replica_blocks: _builtins.int = ...,
         push: Global___PushPlan | None = ...,
         may_ask: _builtins.bool = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["lookup_wait", b"lookup_wait", "push", b"push", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_follows", b"lease_follows", "lease_id", b"lease_id", "leg", b"leg", "lookup_wait", b"lookup_wait", "may_ask", b"may_ask", "min_tokens", b"min_tokens", "push", b"push", "replica_blocks", b"replica_blocks", "retention", b"retention", "session_id", b"session_id", "tenant", b"tenant", "turn", b"turn", "turn_token", b"turn_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_follows", b"lease_follows", "lease_id", b"lease_id", "leg", b"leg", "lookup_wait", b"lookup_wait", "may_ask", b"may_ask", "min_tokens", b"min_tokens", "push", b"push", "replica_blocks", b"replica_blocks", "retention", b"retention", "session_id", b"session_id", "tenant", b"tenant", "traceparent", b"traceparent", "turn", b"turn", "turn_token", b"turn_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1385,6 +1389,7 @@ class Harden(_message.Message):
     DESTINATION_FIELD_NUMBER: _builtins.int
     LEASE_EPOCH_FIELD_NUMBER: _builtins.int
     LEASE_SEQ_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Which lease."""
     version: _builtins.int
@@ -1399,6 +1404,8 @@ class Harden(_message.Message):
     """The epoch that made the lease: with `lease_seq` its name where many leases are named at once."""
     lease_seq: _builtins.int
     """Its number in that epoch."""
+    traceparent: _builtins.str
+    """W3C traceparent of the lease, as in ExpectTurn."""
     @_builtins.property
     def range(self) -> _types_pb2.BlockRange:
         """Which of its blocks."""
@@ -1429,10 +1436,11 @@ class Harden(_message.Message):
         destination: _types_pb2.WorkerRef | None = ...,
         lease_epoch: _builtins.int = ...,
         lease_seq: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "guard", b"guard", "range", b"range", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "guard", b"guard", "head_hash", b"head_hash", "lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "lease_seq", b"lease_seq", "range", b"range", "session_id", b"session_id", "tenant", b"tenant", "ttl", b"ttl", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["destination", b"destination", "guard", b"guard", "head_hash", b"head_hash", "lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "lease_seq", b"lease_seq", "range", b"range", "session_id", b"session_id", "tenant", b"tenant", "traceparent", b"traceparent", "ttl", b"ttl", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1460,6 +1468,7 @@ class Grant(_message.Message):
     PUSH_FIELD_NUMBER: _builtins.int
     DESTINATION_FIELD_NUMBER: _builtins.int
     LANDING_VERSION_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.str
     """Which lease."""
     version: _builtins.int
@@ -1488,6 +1497,8 @@ class Grant(_message.Message):
     """
     landing_version: _builtins.int
     """The version that the landing zone was offered with: the notice over NIXL repeats it."""
+    traceparent: _builtins.str
+    """As in Harden."""
     @_builtins.property
     def source(self) -> _types_pb2.WorkerRef:
         """Whose memory."""
@@ -1523,10 +1534,11 @@ class Grant(_message.Message):
         push: _builtins.bool = ...,
         destination: _types_pb2.WorkerRef | None = ...,
         landing_version: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "destination", b"destination", "source", b"source", "ttl", b"ttl"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "blocks", b"blocks", "destination", b"destination", "direction", b"direction", "eager", b"eager", "landing_version", b"landing_version", "lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "lease_seq", b"lease_seq", "push", b"push", "session_id", b"session_id", "source", b"source", "tenant", b"tenant", "ttl", b"ttl", "turn_token", b"turn_token", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["as_of", b"as_of", "blocks", b"blocks", "destination", b"destination", "direction", b"direction", "eager", b"eager", "landing_version", b"landing_version", "lease_epoch", b"lease_epoch", "lease_id", b"lease_id", "lease_seq", b"lease_seq", "push", b"push", "session_id", b"session_id", "source", b"source", "tenant", b"tenant", "traceparent", b"traceparent", "ttl", b"ttl", "turn_token", b"turn_token", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

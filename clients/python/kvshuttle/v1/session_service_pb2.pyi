@@ -595,6 +595,7 @@ class BeginTurnRequest(_message.Message):
     RETURN_POLICY_FIELD_NUMBER: _builtins.int
     EXCLUDE_WORKER_IDS_FIELD_NUMBER: _builtins.int
     HINTS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     """The conversation: 1 to 256 printable characters."""
     request_id: _builtins.str
@@ -603,6 +604,10 @@ class BeginTurnRequest(_message.Message):
     """The prompt's length, if the caller knows or guesses it; 0 if not."""
     return_policy: Global___ReturnPolicy.ValueType
     """Whether decode's KV may be returned."""
+    traceparent: _builtins.str
+    """W3C traceparent of the request that the turn serves; spans of the control plane and of agents
+    become its children. Another text than that is as none.
+    """
     @_builtins.property
     def exclude_worker_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Workers not to use, because the caller just saw them fail."""
@@ -620,10 +625,11 @@ class BeginTurnRequest(_message.Message):
         return_policy: Global___ReturnPolicy.ValueType = ...,
         exclude_worker_ids: _abc.Iterable[_builtins.str] | None = ...,
         hints: _types_pb2.SessionHints | None = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["hints", b"hints"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["exclude_worker_ids", b"exclude_worker_ids", "hints", b"hints", "prompt_tokens_estimate", b"prompt_tokens_estimate", "request_id", b"request_id", "return_policy", b"return_policy", "session_id", b"session_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["exclude_worker_ids", b"exclude_worker_ids", "hints", b"hints", "prompt_tokens_estimate", b"prompt_tokens_estimate", "request_id", b"request_id", "return_policy", b"return_policy", "session_id", b"session_id", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

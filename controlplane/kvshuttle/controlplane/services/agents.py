@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.observer import Metrics
     from kvshuttle.controlplane.runtime import Runtime
     from kvshuttle.controlplane.services.checks import Checks
+    from kvshuttle.controlplane.traces import ControlTraces
 
 __all__ = ["AgentService", "Streams"]
 
@@ -191,13 +192,17 @@ class Streams:
             stream.end(STOPPING)
 
 
-def _take(queue: list[Command], limits: Limits) -> list[pb.AgentCommand]:
+def _take(
+    queue: list[Command], limits: Limits, traces: ControlTraces | None = None
+) -> list[pb.AgentCommand]:
     """The oldest commands, as many as one message should carry: by number, and by bytes, of which
     the first may have more alone."""
     taken: list[pb.AgentCommand] = []
     size = 0
     for command in islice(queue, limits.commands_per_message):
         message = command_out(command)
+        if traces is not None:
+            traces.mark(command, message)
         # 8: tag and length in the list, 6 at most.
         size += message.ByteSize() + 8
         if taken and size > limits.commands_bytes:
@@ -217,7 +222,9 @@ class AgentService(pb_grpc.AgentServiceServicer):
         checks: Checks,
         limits: Limits,
         metrics: Metrics,
+        traces: ControlTraces | None = None,
     ) -> None:
+        self._traces = traces
         self._metrics = metrics
         self._runtime = runtime
         self._streams = streams
@@ -248,7 +255,7 @@ class AgentService(pb_grpc.AgentServiceServicer):
                     stream.writing = 0.0
                 stream.beat = False
                 while stream.queue:
-                    batch = _take(stream.queue, self._limits)
+                    batch = _take(stream.queue, self._limits, self._traces)
                     stream.writing = loop.time()
                     yield self._message(stream, commands=pb.AgentCommands(commands=batch))
                     stream.writing = 0.0

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.model.session import Session, Turn
     from kvshuttle.controlplane.runtime import Runtime
     from kvshuttle.controlplane.services.checks import Checks
+    from kvshuttle.controlplane.traces import ControlTraces
 
 __all__ = ["Operation", "Operations"]
 
@@ -40,7 +41,14 @@ class Operations:
     """One method an operation; DomainError when a field is wrong. Each must be called where the
     caller is known (`guard.tenant`)."""
 
-    def __init__(self, runtime: Runtime, checks: Checks, new_token: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        runtime: Runtime,
+        checks: Checks,
+        new_token: Callable[[], str],
+        traces: ControlTraces | None = None,
+    ) -> None:
+        self._traces = traces
         self._runtime = runtime
         self._checks = checks
         self._new_token = new_token
@@ -81,10 +89,13 @@ class Operations:
             hints=checks.hints(request.hints),
         )
         registry = self._runtime.registry
-        return Operation(
+        made: Operation[Turn, pb.BeginTurnResponse] = Operation(
             lambda now: registry.begin_turn(now, ask),
             lambda turn: pb.BeginTurnResponse(turn=turn_out(turn), turn_token=turn.token),
         )
+        if self._traces is None:
+            return made
+        return _traced(self._traces, request.traceparent, ask.key, made)
 
     def end(self, request: pb.EndTurnRequest) -> Operation[Turn, pb.EndTurnResponse]:
         """Ends a turn."""
@@ -128,3 +139,28 @@ class Operations:
             lambda now: registry.update_session(now, key, hints, request_id),
             lambda _: pb.UpdateSessionResponse(session=self.session(key)),
         )
+
+
+def _traced(
+    traces: ControlTraces,
+    traceparent: str,
+    key: SessionKey,
+    made: Operation[Turn, pb.BeginTurnResponse],
+) -> Operation[Turn, pb.BeginTurnResponse]:
+    """The same, with a span from its beginning to its answer."""
+    span = traces.begin(traceparent)
+
+    def event(now: int) -> Decision[Turn]:
+        try:
+            decision = made.event(now)
+        except BaseException as error:
+            traces.refused(span, error)
+            raise
+        traces.begun(span, key, decision.result)
+        return decision
+
+    def answer(turn: Turn) -> pb.BeginTurnResponse:
+        span.end()
+        return made.answer(turn)
+
+    return Operation(event, answer)
