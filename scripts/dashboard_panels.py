@@ -606,6 +606,31 @@ MOVEMENT = Board(
                 ),
             ),
         ),
+        Row(
+            "Placement",
+            (
+                Panel(
+                    "Why turns run where they do",
+                    "SHORTER_QUEUE: moved by load; SHORT_PROMPT: at decode alone.",
+                    "ops",
+                    rate("kvshuttle_turns_placed_total", "placement"),
+                    "stack",
+                ),
+                Panel(
+                    "Prefixes of other sessions",
+                    "Requests that looked for one, by what came of it.",
+                    "ops",
+                    rate("kvshuttle_prefixes_wanted_total", "reason"),
+                    "stack",
+                ),
+                Panel(
+                    "Hashes in their index",
+                    "At most --prefix-index of the control plane.",
+                    "short",
+                    (("kvshuttle_prefix_hashes", "hashes"),),
+                ),
+            ),
+        ),
     ),
 )
 

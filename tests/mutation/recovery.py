@@ -36,7 +36,7 @@ RECOVERY = (
         "start_forgets_tokens",
         "running turns go on over a start",
         CONTROL + "model/recovery.py",
-        "            state.turns[turn.token] = name\n",
+        "            state.turns[turn.token] = (session.key, turn.number)\n",
         "",
         ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),

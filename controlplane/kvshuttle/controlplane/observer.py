@@ -25,6 +25,7 @@ QUIET = frozenset(
     {
         "eager_return_begun",
         "eager_return_skipped",
+        "prefix_wanted",
         "leg_computed",
         "lease_denied",
         "lease_granted",
@@ -183,6 +184,18 @@ class Metrics:
             "Returns begun as soon as a turn had ended, before anybody asked",
             registry=r,
         )
+        self.prefixes = Counter(
+            "kvshuttle_prefixes_wanted",
+            "Requests that looked for KV of other sessions of their tenant, by what came of it",
+            ["reason"],
+            registry=r,
+        )
+        self.placed = Counter(
+            "kvshuttle_turns_placed",
+            "Turns begun, by why they run where they do",
+            ["placement"],
+            registry=r,
+        )
         self.eager_skipped = Counter(
             "kvshuttle_eager_returns_skipped",
             "Turns whose KV was not returned before anybody asked, by reason",
@@ -267,6 +280,7 @@ class Metrics:
         match fact.name:
             case "turn_begun":
                 self._child(self.begun, v["return_mode"], v["reason"]).inc()
+                self._child(self.placed, v["placement"]).inc()
             case "turn_ended":
                 self._child(self.ended, v["outcome"], v["return_mode"]).inc()
                 usage = v.pop("usage", None)
@@ -286,6 +300,8 @@ class Metrics:
                 self._child(self.grant, v["direction"]).observe(_number(v["wait_ns"]) / 1e9)
             case "eager_return_begun":
                 self.eager_begun.inc()
+            case "prefix_wanted":
+                self._child(self.prefixes, v["reason"]).inc()
             case "eager_return_skipped":
                 self._child(self.eager_skipped, v["reason"]).inc()
             case "worker_connected":

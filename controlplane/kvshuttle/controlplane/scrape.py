@@ -71,7 +71,9 @@ class Now:
         streams = _gauge("streams", "Streams that clients hold open", "kind")
         for kind, count_of in self._streams.items():
             streams.add_metric([kind], count_of())
-        return [epoch, sessions, running, leases, workers, streams]
+        prefixes = _gauge("prefix_hashes", "Hashes by which sessions find each other's prefixes")
+        prefixes.add_metric([], state.prefixes.size)
+        return [epoch, sessions, running, leases, workers, streams, prefixes]
 
     def _workers(self) -> list[Metric]:
         state = self._registry.state
