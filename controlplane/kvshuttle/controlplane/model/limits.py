@@ -204,9 +204,11 @@ class Limits:
     eager_waiting_per_worker: int = 1_000
     """Sessions that wait for such a place; beyond it they come back lazily."""
     hot_sessions: int = 10_000
-    hot_leases: int = 20_000
+    hot_leases: int = 50_000
     """Sessions and leases that are kept as objects; those touched longer ago are packed, which
-    takes a fifth of the memory and some µs to read again. Some seconds of a busy control plane."""
+    takes a fifth of the memory and some µs to read again. Some seconds of a busy control plane; of
+    leases so many that those that have ended (`ended_leases_max`) and as many open ones are not
+    packed one a turn, for 30 MB more."""
     prefix_index_hashes: int = 250_000
     """Hashes by which sessions find what others of their tenant hold, of all tenants together. A
     conversation of 100k tokens has 21 of them. Each takes 0.14 KB with all that belongs to it
