@@ -11,6 +11,9 @@ import grpc
 import pytest
 import structlog
 import trustme
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 from kvshuttle.dataplane import link
 from kvshuttle.dataplane.clock import boottime_ns
@@ -18,6 +21,8 @@ from kvshuttle.dataplane.config import AgentConfig
 from kvshuttle.dataplane.limits import EVENTS_BYTES
 from kvshuttle.dataplane.link import ControlLink
 from kvshuttle.dataplane.scheduler import FinishedRequest, SchedulerAgent
+from kvshuttle.dataplane.tracing import AgentTraces
+from kvshuttle.tracing import Tracing
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
 from tests.integration.dataplane.scripted_control_plane import ScriptedControlPlane, Stream
@@ -150,6 +155,36 @@ def test_an_idle_engine_obeys_at_once(control_plane: ScriptedControlPlane, engin
     harden.ttl.FromSeconds(30)
     stream.command(harden=harden)
     assert list(stream.next_event("hardened").blocks.block_ids) == [1, 2, 3]
+
+
+def test_what_comes_and_goes_is_traced(
+    control_plane: ScriptedControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exporter = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    monkeypatch.setattr(link, "traces_of", lambda _: AgentTraces(Tracing(provider), "w"))
+    engine = Engine(control_plane.port)
+    try:
+        stream = opened(control_plane)
+        stream.welcome()
+        offer(engine)
+        harden = agent_pb2.Harden(
+            lease_id="l1",
+            version=1,
+            tenant="a",
+            session_id="s",
+            head_hash=stream.next_event("offered").head_hash,
+            range=types_pb2.BlockRange(end=3),
+            traceparent=f"00-{'a' * 32}-{'b' * 16}-01",
+        )
+        harden.ttl.FromSeconds(30)
+        stream.command(harden=harden)
+        stream.next_event("hardened")
+    finally:
+        engine.close()  # which ends what is open
+    (span,) = exporter.get_finished_spans()
+    assert (span.name, f"{span.context.trace_id:032x}") == ("kvshuttle.hold", "a" * 32)
 
 
 def test_what_nobody_waits_for_goes_with_what_somebody_does(

@@ -51,10 +51,9 @@ CHAT: dict[str, Any] = {
 
 
 @contextlib.asynccontextmanager
-async def running_gateway(
-    tracing: Tracing | None = None, **settings: Any
-) -> AsyncIterator[RunningGateway]:
-    """Starts a gateway in this loop, and stops it as SIGTERM would."""
+async def running_gateway(**settings: Any) -> AsyncIterator[RunningGateway]:
+    """Starts a gateway in this loop, and stops it as SIGTERM would. `tracing`: its traces."""
+    tracing: Tracing | None = settings.pop("tracing", None)
     defaults: dict[str, Any] = {
         "port": 0,
         "begin_turn_timeout_s": 5.0,

@@ -207,7 +207,7 @@ async def running_stack(
                 beats.append(asyncio.create_task(agent.beat_on()))
             target = cluster.server.addresses.api
             async with running_gateway(
-                traces("gateway"), control_plane=target, **gateway
+                tracing=traces("gateway"), control_plane=target, **gateway
             ) as running:
                 yield Stack(cluster, running, prefill, decode, agents)
         finally:
