@@ -426,7 +426,7 @@ WORKERS = Board(
                     rate(
                         "kvshuttle_worker_prompt_tokens_total",
                         "worker_id, source",
-                        f'{{{BY_WORKER},source!="eager"}}',
+                        f'{{{BY_WORKER},source!~"eager|pushed"}}',
                     ),
                     "stack",
                     12,

@@ -173,6 +173,7 @@ class Now:
             moved.add_metric([name, "return"], counters.return_bytes)
             for source, value in (
                 ("forwarded", counters.forward_tokens),
+                ("pushed", counters.pushed_tokens),
                 ("returned", counters.returned_tokens),
                 ("eager", counters.eager_tokens),
                 ("local_hit", counters.local_hit_tokens),

@@ -116,6 +116,7 @@ def test_every_rank_must_have_been_written() -> None:
     bench.report(ended(False, "TRANSFER_FAILED"))
     assert bench.stopped() == [(FAILED, "TRANSFER_FAILED")]
     assert bench.held == 0
+    assert bench.agent.counters.snapshot().pushed_tokens == 0
 
 
 def test_it_is_offered_after_the_movers_listen() -> None:

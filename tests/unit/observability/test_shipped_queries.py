@@ -56,7 +56,10 @@ WORDS = {
     | {"active", "ended"},
     "reason": {*REASONS, "", "INTERNAL"},
     "kind": {"total", "free", "held", "quarantined"},
-    "source": {"returned", "forwarded", "reused", "recomputed", "eager", "cached", "computed"},
+    "source": {
+        *("returned", "forwarded", "reused", "recomputed"),
+        *("eager", "pushed", "cached", "computed"),
+    },
     "job": {"kvshuttle-controlplane", "kvshuttle-gateway"},
     "method": {"BeginTurn", "Connect"},
     "route": {"models"},
