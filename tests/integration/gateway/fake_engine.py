@@ -14,6 +14,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from tests.integration.gateway import fake_answers as answers
 from tests.integration.gateway.waiting import eventually
 
 if TYPE_CHECKING:
@@ -75,13 +76,8 @@ class BrokenConnectionError(Exception):
     """Makes uvicorn close the connection in the middle of an answer."""
 
 
-EVENTS = [
-    b'data: {"id":"c1","choices":[{"index":0,"delta":{"role":"assistant","content":""}}]}\n\n',
-    b": keep-alive\n\n",
-    'data: {"id":"c1","choices":[{"index":0,"delta":{"content":"Grüße \\u00e9 {"}}]}\n\n'.encode(),
-    b'data: {"id":"c1","choices":[{"index":0,"delta":{},"finish_reason":"stop"}]}\n\n',
-]
-DONE = b"data: [DONE]\n\n"
+SSE = "text/event-stream; charset=utf-8"
+EVENTS, DONE = answers.CHAT_EVENTS, answers.CHAT_DONE
 
 
 class FakeEngine:
@@ -94,6 +90,9 @@ class FakeEngine:
         self.healthy = True
         # /health never answers.
         self.hangs = False
+        # Keeps responses, as with VLLM_ENABLE_RESPONSES_API_STORE=1.
+        self.stores = False
+        self.stored: dict[str, dict[str, Any]] = {}
         self.url = ""
         self._server: uvicorn.Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -104,6 +103,11 @@ class FakeEngine:
             routes=[
                 Route("/v1/chat/completions", endpoint, methods=["POST"]),
                 Route("/v1/completions", endpoint, methods=["POST"]),
+                Route("/v1/responses", endpoint, methods=["POST"]),
+                Route("/v1/responses/{id}", self._stored),
+                Route("/v1/responses/{id}/cancel", self._stored, methods=["POST"]),
+                Route("/v1/messages", endpoint, methods=["POST"]),
+                Route("/v1/messages/count_tokens", self._count_tokens, methods=["POST"]),
                 Route("/v1/models", self._models),
                 Route("/health", self._health),
             ]
@@ -151,6 +155,23 @@ class FakeEngine:
             "auth": request.headers.get("authorization"),
         }
         return JSONResponse(body)
+
+    async def _stored(self, request: Request) -> Response:
+        found = self.stored.get(request.path_params["id"])
+        if found is None:
+            body = answers.error(404, "Response not found.", request.url.path)
+            return Response(body, status_code=404, media_type="application/json")
+        if request.url.path.endswith("/cancel"):
+            found["status"] = "cancelled"
+        if request.query_params.get("stream") == "true":
+            return Response(b"event: response.completed\ndata: {}\n\n", media_type=SSE)
+        return JSONResponse(found)
+
+    async def _count_tokens(self, request: Request) -> Response:
+        if not self.healthy:
+            return Response("down", status_code=500)
+        fields = await request.json()
+        return JSONResponse({"input_tokens": len(fields["messages"])})
 
     async def _health(self, _request: Request) -> Response:
         if self.hangs:
@@ -211,6 +232,14 @@ class _Completions:
             body = script.body if script.body is not None else b"engine says no"
             response = Response(body, status_code=script.status, headers=script.headers)
             await response(scope, receive, send)
+        elif (refusal := self._refusal(got)) is not None:
+            status, message = refusal
+            response = Response(
+                answers.error(status, message, got.path),
+                status_code=status,
+                media_type="application/json",
+            )
+            await response(scope, receive, send)
         elif got.body.get("stream"):
             await self._stream(script, got, send)
         else:
@@ -224,25 +253,49 @@ class _Completions:
             )
             await response(scope, receive, send)
 
+    def _refusal(self, got: Received) -> tuple[int, str] | None:
+        """What vLLM itself would say of a request that it cannot serve."""
+        previous = got.body.get("previous_response_id")
+        if previous is not None and previous not in self.engine.stored:
+            return 404, f"Response with id '{previous}' not found."
+        thinking = got.body.get("thinking") or {}
+        if (
+            thinking.get("type") == "enabled"
+            and thinking["budget_tokens"] >= got.body["max_tokens"]
+        ):
+            return 400, "thinking.budget_tokens must be less than max_tokens"
+        return None
+
+    def _asked(self, got: Received) -> answers.Asked:
+        number = sum(one.path == got.path for one in self.engine.received)
+        return answers.Asked(
+            got.path,
+            got.body,
+            got.leg,
+            self.engine.name,
+            response_id=f"resp_{self.engine.name}_{number}",
+            cached=answers.CACHED[got.leg],
+        )
+
     def _completion(self, script: Script, got: Received) -> dict[str, Any]:
-        return {
-            "id": "c1",
-            "choices": [{"index": 0, "message": {"role": "assistant", "content": "Grüße"}}],
-            "usage": script.usage
-            or {
-                "prompt_tokens": 20,
-                "completion_tokens": got.body.get("max_tokens") or 5,
-                "prompt_tokens_details": {"cached_tokens": 16 if got.leg == "prefill" else 19},
-            },
-            "kv_transfer_params": {"secret": self.engine.name} if got.leg != "plain" else None,
-        }
+        asked = self._asked(got)
+        made = answers.whole(asked, script.usage)
+        if got.path == "/v1/responses":
+            if got.body.get("background"):
+                made = answers.response(asked, "queued", None)
+            self._keep(got, made)
+        return made
+
+    def _keep(self, got: Received, response: dict[str, Any]) -> None:
+        if self.engine.stores and got.body.get("store", True):
+            self.engine.stored[response["id"]] = response
 
     async def _stream(self, script: Script, got: Received, send: Send) -> None:
         await send(
             {
                 "type": "http.response.start",
                 "status": 200,
-                "headers": [(b"content-type", b"text/event-stream; charset=utf-8")],
+                "headers": [(b"content-type", SSE.encode())],
             }
         )
         async for event in self._events(script, got):
@@ -250,19 +303,15 @@ class _Completions:
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _events(self, script: Script, got: Received) -> AsyncIterator[bytes]:
-        events = list(EVENTS) if script.only_event is None else [script.only_event]
-        if (got.body.get("stream_options") or {}).get("include_usage"):
-            usage = {
-                "prompt_tokens": 20,
-                "completion_tokens": 5,
-                "prompt_tokens_details": {"cached_tokens": 19},
-            }
-            chunk = {"id": "c1", "choices": [], "usage": usage}
-            events.append(b"data: " + json.dumps(chunk).encode() + b"\n\n")
+        asked = self._asked(got)
+        events = answers.events(asked) if script.only_event is None else [script.only_event]
+        if got.path == "/v1/responses":
+            usage = answers.responses_usage(asked)
+            self._keep(got, answers.response(asked, "completed", usage))
         if script.last_event:
             events.append(script.last_event)
         if not script.no_done:
-            events.append(DONE)
+            events.append(answers.end(asked))
         for number, event in enumerate(events):
             if script.break_after == number:
                 if script.break_in_event:

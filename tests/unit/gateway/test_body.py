@@ -12,13 +12,13 @@ from hypothesis import strategies as st
 from kvshuttle.gateway.body import (
     MAX_DEPTH,
     TRANSFER_PARAMS,
-    Route,
     estimate_prompt_tokens,
     is_disaggregable,
     leg_body,
     parse,
     without_kv_params,
 )
+from kvshuttle.gateway.dialects import Route
 from kvshuttle.gateway.errors import ApiError
 
 json_values = st.recursive(

@@ -10,6 +10,7 @@ import pytest
 from kvshuttle.gateway.body import RequestBody, parse
 from kvshuttle.gateway.errors import ApiError
 from kvshuttle.gateway.identity import CLIENT_HEADERS, Identity, identify
+from kvshuttle.gateway.stored import StoredResponse, StoredResponses
 
 
 def chat(**fields: Any) -> RequestBody:
@@ -137,3 +138,76 @@ def test_two_conversations_of_one_user_stay_two() -> None:
         metadata=metadata,
     )
     assert identify("t", {}, later) == one
+
+
+def responses(given: Any, **fields: Any) -> RequestBody:
+    raw = json.dumps({"model": "m", "input": given, **fields}).encode()
+    return parse("responses", raw)
+
+
+def messages(*given: Any, **fields: Any) -> RequestBody:
+    raw = json.dumps({"model": "m", "messages": list(given), "max_tokens": 9, **fields}).encode()
+    return parse("messages", raw)
+
+
+def test_a_conversation_of_responses_by_its_name() -> None:
+    stored = StoredResponses()
+    stored.note("t", "resp_1", StoredResponse("s1", "http://d"))
+    for named in ("conv_1", {"id": "conv_1"}):
+        body = responses("hello", conversation=named, previous_response_id="resp_1")
+        assert identify("t", {}, body, stored) == Identity("conv_1", "conversation")
+    keyed = responses("hello", conversation="conv_1", prompt_cache_key="k")
+    assert identify("t", {}, keyed, stored).session_id == "k"
+
+
+def test_a_response_names_the_session_of_the_one_before_within_a_tenant() -> None:
+    stored = StoredResponses(limit=2)
+    stored.note("t", "resp_1", StoredResponse("s1", "http://d"))
+    user = {"user_id": "user_1_session_00000000-1111"}
+    body = responses("more", previous_response_id="resp_1", metadata=user)
+    assert identify("t", {}, body, stored) == Identity("s1", "previous_response")
+    assert identify("other", {}, body, stored).source == "user_session"
+    for number in range(2, 4):  # the one that was used last is kept
+        stored.get("t", "resp_1")
+        stored.note("t", f"resp_{number}", StoredResponse("s2", "http://d"))
+    assert len(stored) == 2
+    assert stored.get("t", "resp_2") is None
+    assert identify("t", {}, body, stored).session_id == "s1"
+
+
+def test_later_turns_of_responses_have_the_same_id_in_whatever_form() -> None:
+    said = [{"type": "message", "role": "user", "content": "hello"}]
+    parts = [{"role": "user", "content": [{"type": "input_text", "text": "hello"}]}]
+    answer = {"role": "assistant", "content": "hi"}
+    ids = {
+        derived(responses(given, instructions="be kind"))
+        for given in ("hello", said, parts, [*parts, answer, {"role": "user", "content": "more"}])
+    }
+    assert len(ids) == 1
+    assert derived(responses("hello", instructions="be rude")) not in ids
+    assert derived(responses("bye", instructions="be kind")) not in ids
+
+
+def test_later_turns_of_messages_have_the_same_id_though_the_cache_marks_move() -> None:
+    def text(said: str, *, marked: bool) -> dict[str, Any]:
+        mark = {"cache_control": {"type": "ephemeral"}} if marked else {}
+        return {"type": "text", "text": said, **mark}
+
+    def system(number: int) -> list[Any]:
+        billing = text(f"x-anthropic-billing-header: n={number}", marked=False)
+        return [billing, text("be kind", marked=number == 1)]
+
+    two = [text("context", marked=False), text("hello", marked=True)]
+    first = derived(messages(message("user", two), system=system(1)))
+    unmarked = [text("context", marked=False), text("hello", marked=False)]
+    later = [message("user", unmarked), message("assistant", "hi"), message("user", "more")]
+    assert derived(messages(*later, system=system(2))) == first
+    assert derived(messages(message("user", "bye"), system=system(1))) != first
+
+
+def test_a_session_in_a_users_id_that_is_json() -> None:
+    user = json.dumps({"device_id": "d", "session_id": "7f3e2a10"})
+    body = messages(HELLO, metadata={"user_id": user})
+    assert identify("t", {}, body) == Identity("7f3e2a10", "user_session")
+    for odd in ("{", "{}", '{"session_id": 7}'):
+        assert identify("t", {}, messages(HELLO, metadata={"user_id": odd})).source == "user"

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from starlette.types import Send
 
+    from kvshuttle.gateway.dialects import Dialect
     from kvshuttle.gateway.errors import ApiError
 
 __all__ = ["ClientAnswer", "ClientStalled"]
@@ -39,10 +40,15 @@ class ClientAnswer:
     """One answer. Raises ClientStalled where the client takes nothing for `stall_timeout_s`."""
 
     def __init__(
-        self, send: Send, stall_timeout_s: float, own_headers: Callable[[], Mapping[str, str]]
+        self,
+        send: Send,
+        dialect: Dialect,
+        stall_timeout_s: float,
+        own_headers: Callable[[], Mapping[str, str]],
     ) -> None:
         """`own_headers` is asked once, when the answer begins."""
         self._send = send
+        self._dialect = dialect
         self._stall_timeout_s = stall_timeout_s
         self._own_headers = own_headers
         self.status = 0
@@ -62,7 +68,7 @@ class ClientAnswer:
             # the client that the answer is not whole.
             raise error
         headers = {"content-type": "application/json", **error.headers}
-        await self.whole(error.status, headers, error.body())
+        await self.whole(error.status, headers, self._dialect.error_body(error))
 
     async def start(
         self, status: int, headers: Mapping[str, str], length: int | None = None

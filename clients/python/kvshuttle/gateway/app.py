@@ -20,12 +20,15 @@ from kvshuttle.gateway import body as bodies
 from kvshuttle.gateway import errors, metrics
 from kvshuttle.gateway.auth import Authenticator
 from kvshuttle.gateway.control import ControlPlane
+from kvshuttle.gateway.dialects import DIALECTS
 from kvshuttle.gateway.engines import EngineDirectory
 from kvshuttle.gateway.hints import hints_of_headers
 from kvshuttle.gateway.identity import identify
-from kvshuttle.gateway.legs import PATHS, EngineHttp
+from kvshuttle.gateway.legs import EngineHttp
+from kvshuttle.gateway.proxied import ProxiedEndpoints
 from kvshuttle.gateway.request import Services, TurnRequest
 from kvshuttle.gateway.sessions import SessionEndpoints
+from kvshuttle.gateway.stored import StoredResponses
 from kvshuttle.gateway.turn import STATUS_CLIENT_GONE, TurnRun
 from kvshuttle.tracing import Tracing
 from kvshuttle.v1 import session_service_pb2 as session
@@ -36,7 +39,7 @@ if TYPE_CHECKING:
     from starlette.requests import Request
     from starlette.types import Receive, Scope, Send
 
-    from kvshuttle.gateway.body import Route
+    from kvshuttle.gateway.dialects import Dialect
     from kvshuttle.gateway.engines import Engine
     from kvshuttle.gateway.settings import GatewaySettings
 
@@ -51,7 +54,8 @@ _POLICIES = {
 
 # /health asks the engines at most so often, seconds: it must not become a load.
 _HEALTH_CACHE_S = 1.0
-_MODELS_TRIES = 3
+# So many engines are asked for a response that went through another gateway.
+_MOST_ASKED_FOR_A_RESPONSE = 16
 
 
 class _ClientGone(Exception):  # noqa: N818
@@ -79,8 +83,26 @@ class Gateway:
         client = AsyncClient(settings.control_plane, settings.client_options())
         control = ControlPlane(settings, self.metrics, self.engines, client)
         http = EngineHttp(settings, self.metrics)
-        self._services = Services(settings, self.metrics, self.engines, control, http, self.tracing)
+        self._services = Services(
+            settings,
+            self.metrics,
+            self.engines,
+            control,
+            http,
+            self._stored(http),
+            self.tracing,
+        )
         control.start()
+
+    def _stored(self, http: EngineHttp) -> StoredResponses:
+        if not self.auth.is_open:
+            return StoredResponses()
+
+        async def find(response_id: str) -> str | None:
+            urls = [engine.url for engine in self.engines.known()[:_MOST_ASKED_FOR_A_RESPONSE]]
+            return await http.holder_of(urls, response_id)
+
+        return StoredResponses(find)
 
     async def stop(self) -> None:
         """Ends what is open. Requests have ended by now; their EndTurns are waited for."""
@@ -101,33 +123,6 @@ class Gateway:
     async def get_metrics(self, _request: Request) -> Response:
         """Prometheus' text format."""
         return Response(self.metrics.exposition(), media_type=metrics.CONTENT_TYPE)
-
-    async def get_models(self, request: Request) -> Response:
-        """An engine's own list of models."""
-        try:
-            tenant = self.auth.tenant(request.headers.get("authorization"))
-            response = await self._models(tenant)
-        except errors.ApiError as error:
-            response = _error_response(error)
-        self.metrics.requests.labels("models", str(response.status_code)).inc()
-        return response
-
-    async def _models(self, tenant: str) -> Response:
-        candidates = self.engines.candidates(tenant, "")[:_MODELS_TRIES]
-        if not candidates:
-            raise errors.no_engine_known()
-        for engine in candidates:
-            try:
-                answer = await self.services.http.get(engine.url, "/v1/models")
-            except httpx.HTTPError:
-                continue
-            if answer.status_code < 500:
-                return Response(
-                    answer.content,
-                    status_code=answer.status_code,
-                    media_type=answer.headers.get("content-type", "application/json"),
-                )
-        raise errors.engines_unreachable(len(candidates))
 
     async def get_health(self, _request: Request) -> Response:
         """What can be reached; 503 only if there is nowhere to send a request."""
@@ -175,9 +170,9 @@ class Gateway:
 class CompletionEndpoint:
     """A completion route, as a bare ASGI application: it must hear of a disconnect at any time."""
 
-    def __init__(self, gateway: Gateway, route: Route) -> None:
+    def __init__(self, gateway: Gateway, dialect: Dialect) -> None:
         self._gateway = gateway
-        self._route = route
+        self._dialect = dialect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         gateway = self._gateway
@@ -189,13 +184,13 @@ class CompletionEndpoint:
             status = STATUS_CLIENT_GONE
         finally:
             gateway.metrics.in_flight.dec()
-            gateway.metrics.requests.labels(self._route, str(status)).inc()
+            gateway.metrics.requests.labels(self._dialect.route, str(status)).inc()
 
     async def _serve(self, headers: Headers, receive: Receive, send: Send) -> int:
         try:
             request = await self._read(headers, receive)
         except errors.ApiError as error:
-            await _send_error(error, send)
+            await _send_error(error, self._dialect, send)
             return error.status
         run = TurnRun(self._gateway.services, request, send)
         work = asyncio.create_task(run.run(), name="turn")
@@ -219,7 +214,7 @@ class CompletionEndpoint:
         """Checks all that can be checked without asking anyone. Raises ApiError."""
         gateway = self._gateway
         settings = gateway.settings
-        tenant = gateway.auth.tenant(headers.get("authorization"))
+        tenant = gateway.auth.tenant(headers)
         policy = _return_policy(headers.get(RETURN_HEADER))
         hints = hints_of_headers(headers)
         try:
@@ -228,10 +223,13 @@ class CompletionEndpoint:
         except TimeoutError:
             raise errors.body_too_slow() from None
         started = time.monotonic()
-        body = bodies.parse(self._route, raw)
+        body = bodies.parse(self._dialect.route, raw)
+        if body.route == "responses" and not gateway.auth.is_open:
+            # Who chose the names of stored responses could write over another tenant's.
+            body.drop("request_id")
         if body.dropped_kv_params:
             gateway.metrics.dropped_kv_params.inc()
-        identity = identify(tenant, headers, body)
+        identity = identify(tenant, headers, body, gateway.services.stored)
         return TurnRequest(tenant, identity, body, headers, policy, started, hints)
 
 
@@ -250,12 +248,12 @@ def create_app(settings: GatewaySettings, tracing: Tracing | None = None) -> Sta
     app = Starlette(
         lifespan=lifespan,
         routes=[
-            HttpRoute(PATHS["chat"], CompletionEndpoint(gateway, "chat"), methods=["POST"]),
-            HttpRoute(
-                PATHS["completions"], CompletionEndpoint(gateway, "completions"), methods=["POST"]
+            *(
+                HttpRoute(dialect.path, CompletionEndpoint(gateway, dialect), methods=["POST"])
+                for dialect in DIALECTS.values()
             ),
+            *ProxiedEndpoints(gateway).routes(),
             *SessionEndpoints(gateway).routes(),
-            HttpRoute("/v1/models", gateway.get_models),
             HttpRoute("/health", gateway.get_health),
             HttpRoute("/metrics", gateway.get_metrics),
         ],
@@ -288,8 +286,8 @@ def _error_response(error: errors.ApiError) -> Response:
     )
 
 
-async def _send_error(error: errors.ApiError, send: Send) -> None:
-    body = error.body()
+async def _send_error(error: errors.ApiError, dialect: Dialect, send: Send) -> None:
+    body = dialect.error_body(error)
     headers = {
         "content-type": "application/json",
         "content-length": str(len(body)),

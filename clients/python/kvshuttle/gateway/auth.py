@@ -11,6 +11,7 @@ import yaml
 from kvshuttle.gateway.errors import unauthorized
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
     from pathlib import Path
 
 DEFAULT_TENANT = "default"
@@ -43,13 +44,18 @@ class Authenticator:
         """Whether everyone is served, without a key."""
         return self._tenants_by_hash is None
 
-    def tenant(self, authorization: str | None) -> str:
-        """The caller's tenant. Raises a 401 ApiError where the key is missing or unknown."""
+    def tenant(self, headers: Mapping[str, str]) -> str:
+        """The caller's tenant, by its key in `Authorization`, or in `X-Api-Key` as clients of
+        Anthropic's API send it. Raises a 401 ApiError where the key is missing or unknown."""
         if self._tenants_by_hash is None:
             return DEFAULT_TENANT
-        scheme, _, key = (authorization or "").strip().partition(" ")
-        if scheme.lower() != "bearer" or not key.strip():
-            raise unauthorized("No API key. Send it in the header Authorization: Bearer <key>.")
+        scheme, _, key = headers.get("authorization", "").strip().partition(" ")
+        if scheme.lower() != "bearer":
+            key = headers.get("x-api-key", "")
+        if not key.strip():
+            raise unauthorized(
+                "No API key. Send it in the header Authorization: Bearer <key>, or X-Api-Key."
+            )
         digest = hashlib.sha256(key.strip().encode("utf-8", "surrogatepass")).hexdigest()
         tenant = self._tenants_by_hash.get(digest)
         if tenant is None:

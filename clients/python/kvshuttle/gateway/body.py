@@ -6,12 +6,13 @@ import json
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
+from kvshuttle.gateway.dialects import DIALECTS
+from kvshuttle.gateway.dialects.base import dumped
 from kvshuttle.gateway.errors import ApiError, bad_request
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from kvshuttle.gateway.dialects import Dialect, Route
 
-Route = Literal["chat", "completions"]
 Leg = Literal["prefill", "decode"]
 
 KV_PARAMS = "kv_transfer_params"
@@ -22,27 +23,9 @@ TRANSFER_PARAMS = (KV_PARAMS, "ec_transfer_params")
 # the entries of vllm_xargs next to kv_transfer_params into a request's extra arguments.
 _CARRIERS = ("extra_body", "vllm_xargs")
 
-# What the prefill leg does not need. Everything that shapes the prompt stays: the engines' block
-# hashes of the two legs must be equal.
-_NOT_IN_PREFILL = (
-    "stream_options",
-    "best_of",
-    "min_tokens",
-    "logprobs",
-    "top_logprobs",
-    "prompt_logprobs",
-    "logprob_token_ids",
-    "echo",
-    "return_token_ids",
-    "return_prompt_text",
-)
-
 # Far beyond what any request needs, and far below what Python's own recursion bears: whatever walks
 # a body later (this module, the JSON encoder, the engine) may rely on it.
 MAX_DEPTH = 100
-
-# A guess for texts of unknown language and tokenizer; the planner corrects it by what it learns.
-_CHARS_PER_TOKEN = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +33,24 @@ class RequestBody:
     """A parsed request without transfer parameters from outside."""
 
     route: Route
-    fields: Mapping[str, Any]
+    fields: dict[str, Any]
     # Whether the client sent transfer parameters; they are gone from `fields`.
     dropped_kv_params: bool
+
+    @property
+    def dialect(self) -> Dialect:
+        """The API that it speaks."""
+        return DIALECTS[self.route]
+
+    def drop(self, name: str) -> None:
+        """Leaves out a field, as if the client had not sent it."""
+        self.fields.pop(name, None)
+
+    @property
+    def previous_response_id(self) -> str | None:
+        """The stored response that it goes on from."""
+        previous = self.fields.get("previous_response_id") if self.route == "responses" else None
+        return previous if isinstance(previous, str) and previous else None
 
     @property
     def model(self) -> str:
@@ -142,76 +140,21 @@ def _finite(text: str) -> float:
 
 def leg_body(body: RequestBody, leg: Leg, turn_token: str | None) -> bytes:
     """The body of a leg; without a token the engine sees a plain request."""
-    fields = dict(body.fields)
-    if leg == "prefill":
-        for name in _NOT_IN_PREFILL:
-            fields.pop(name, None)
-        fields["stream"] = False
-        fields["n"] = 1
-        fields["max_tokens"] = 1
-        if body.route == "chat" or "max_completion_tokens" in fields:
-            fields["max_completion_tokens"] = 1
+    fields = body.dialect.prefill(body.fields) if leg == "prefill" else dict(body.fields)
     if turn_token is not None:
         fields[KV_PARAMS] = {"kvshuttle": {"turn_token": turn_token, "leg": leg}}
     # ASCII escapes: they are the only form in which half a surrogate pair survives.
-    return json.dumps(fields, separators=(",", ":")).encode()
+    return dumped(fields)
 
 
 def is_disaggregable(body: RequestBody) -> bool:
-    """Whether two legs make sense.
-
-    Prompt logprobs need the whole prompt computed where they are wanted (vLLM then ignores cached
-    KV), several prompts or a beam search are several requests inside the engine.
-    """
-    fields = body.fields
-    if fields.get("prompt_logprobs") is not None or fields.get("use_beam_search") is True:
-        return False
-    if body.route == "chat":
-        # vLLM answers a chat's echo with prompt logprobs whether or not logprobs are asked for.
-        return not fields.get("echo")
-    if fields.get("echo") and fields.get("logprobs") is not None:
-        return False
-    return prompt_count(fields.get("prompt")) <= 1
-
-
-def prompt_count(prompt: Any) -> int:
-    """How many prompts a completion's `prompt` is: a list of token ids is one."""
-    if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list):
-        return len(prompt)
-    return 1
+    """Whether two legs make sense."""
+    return body.dialect.can_be_split(body.fields)
 
 
 def estimate_prompt_tokens(body: RequestBody) -> int:
     """A guess of the prompt's length in tokens; exact for a prompt of token ids."""
-    if body.route == "chat":
-        chars = _text_length(body.fields.get("messages")) + _text_length(body.fields.get("tools"))
-        return chars // _CHARS_PER_TOKEN
-    prompt = body.fields.get("prompt")
-    prompts = prompt if isinstance(prompt, list) and prompt_count(prompt) > 1 else [prompt]
-    return sum(_tokens_of_prompt(one) for one in prompts)
-
-
-def _tokens_of_prompt(prompt: Any) -> int:
-    if isinstance(prompt, str):
-        return len(prompt) // _CHARS_PER_TOKEN
-    if isinstance(prompt, list):
-        if len(prompt) == 1 and isinstance(prompt[0], str | list):
-            return _tokens_of_prompt(prompt[0])
-        return len(prompt)
-    return 0
-
-
-def _text_length(value: Any) -> int:
-    """Characters of all texts in a value; media in data URLs are not text."""
-    if isinstance(value, str):
-        return 0 if value.startswith("data:") else len(value)
-    if isinstance(value, list):
-        return sum(map(_text_length, value))
-    if isinstance(value, dict):
-        return sum(
-            _text_length(inner) for name, inner in value.items() if name not in ("input_audio",)
-        )
-    return 0
+    return body.dialect.prompt_tokens(body.fields)
 
 
 def without_kv_params(raw: bytes) -> bytes:

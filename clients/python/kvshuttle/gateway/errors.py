@@ -85,6 +85,19 @@ def unauthorized(message: str) -> ApiError:
     )
 
 
+def response_not_found(response_id: str) -> ApiError:
+    """404: no engine that this gateway may ask keeps it."""
+    return ApiError(
+        404,
+        f"No response {response_id[:80]!r} is kept here. Engines keep responses only if they are "
+        "told to (VLLM_ENABLE_RESPONSES_API_STORE=1), and a gateway knows those that went through "
+        "it. Send the whole conversation in `input`.",
+        kind="invalid_request_error",
+        param="previous_response_id",
+        code="previous_response_not_found",
+    )
+
+
 def no_engine_known() -> ApiError:
     """503: there is nowhere to send the request."""
     return ApiError(

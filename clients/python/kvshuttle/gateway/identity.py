@@ -12,13 +12,13 @@ import uuid
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from kvshuttle.gateway.body import prompt_count
 from kvshuttle.gateway.errors import bad_request
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvshuttle.gateway.body import RequestBody
+    from kvshuttle.gateway.stored import StoredResponses
 
 SESSION_HEADER = "x-session-id"
 # What agents and their proxies send by themselves, in this order. The name with the underscore is
@@ -31,16 +31,21 @@ CLIENT_HEADERS = (
 )
 # The limit of BeginTurnRequest.session_id.
 MAX_SESSION_ID_CHARS = 256
-# A completion's first turn is recognized in its later ones by this much of its start.
-_PROMPT_HEAD_CHARS = 256
-_PROMPT_HEAD_TOKENS = 64
 _DIGEST_CHARS = 40
 
 # Some agents put the session into the user's id, after whatever names the user.
 _SESSION_IN_USER = re.compile(r"session_([0-9A-Za-z-]{8,64})$")
 
 Source = Literal[
-    "header", "client_header", "prompt_cache_key", "user_session", "user", "derived", "unique"
+    "header",
+    "client_header",
+    "prompt_cache_key",
+    "conversation",
+    "previous_response",
+    "user_session",
+    "user",
+    "derived",
+    "unique",
 ]
 
 
@@ -52,10 +57,16 @@ class Identity:
     source: Source
 
 
-def identify(tenant: str, headers: Mapping[str, str], body: RequestBody) -> Identity:
+def identify(
+    tenant: str,
+    headers: Mapping[str, str],
+    body: RequestBody,
+    stored: StoredResponses | None = None,
+) -> Identity:
     """Names the session by the first of these that the request has: X-Session-ID, a header of
-    `CLIENT_HEADERS`, `prompt_cache_key`, a session in `metadata.user_id`, the conversation's own
-    start (with that user's id, if there is one).
+    `CLIENT_HEADERS`, `prompt_cache_key`, `conversation`, `previous_response_id` (the session of
+    that response, as far as `stored` knows it), a session in `metadata.user_id`, the conversation's
+    own start (with that user's id, if there is one).
 
     Header values are as HTTP has them: text in Latin-1. Raises a 400 ApiError for an X-Session-ID
     or a `prompt_cache_key` that cannot be one; what a client sends without being told to is never
@@ -68,6 +79,13 @@ def identify(tenant: str, headers: Mapping[str, str], body: RequestBody) -> Iden
         sent = headers.get(name, "").strip()
         if sent:
             return Identity(_fitted(sent), "client_header")
+    named = _named_in_body(tenant, body, stored)
+    return named if named is not None else _by_content(tenant, body)
+
+
+def _named_in_body(
+    tenant: str, body: RequestBody, stored: StoredResponses | None
+) -> Identity | None:
     key = body.fields.get("prompt_cache_key")
     if key is not None:
         if not isinstance(key, str):
@@ -77,18 +95,49 @@ def identify(tenant: str, headers: Mapping[str, str], body: RequestBody) -> Iden
             )
         if key:
             return Identity(_fitted(key), "prompt_cache_key")
+    if body.route != "responses":
+        return None
+    conversation = body.fields.get("conversation")
+    if isinstance(conversation, dict):
+        conversation = conversation.get("id")
+    if isinstance(conversation, str) and conversation:
+        return Identity(_fitted(conversation), "conversation")
+    previous = body.fields.get("previous_response_id")
+    if isinstance(previous, str) and stored is not None:
+        found = stored.get(tenant, previous)
+        if found is not None:
+            return Identity(found.session_id, "previous_response")
+    return None
+
+
+def _by_content(tenant: str, body: RequestBody) -> Identity:
     metadata = body.fields.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     user = user if isinstance(user, str) and user else None
-    if user is not None and (found := _SESSION_IN_USER.search(user)):
-        return Identity(found.group(1), "user_session")
-    seed = _chat_seed(body) if body.route == "chat" else _completion_seed(body)
+    if user is not None and (found := _session_in_user(user)) is not None:
+        return Identity(found, "user_session")
+    seed = body.dialect.start(body.fields)
     if seed is None:
         return Identity(f"one-{uuid.uuid4().hex}", "unique")
     if user is not None:
         # A user has many conversations: alone, the id would make them one.
         return Identity("user-" + _digest([tenant, body.model, user, *seed]), "user")
     return Identity("auto-" + _digest([tenant, body.model, *seed]), "derived")
+
+
+def _session_in_user(user: str) -> str | None:
+    """The session that an agent puts into its user's id: at its end, or as a member of JSON."""
+    if found := _SESSION_IN_USER.search(user):
+        return found.group(1)
+    if user.startswith("{"):
+        try:
+            inner = json.loads(user)
+        except (ValueError, RecursionError):
+            return None
+        named = inner.get("session_id") if isinstance(inner, dict) else None
+        if isinstance(named, str) and named:
+            return _fitted(named)
+    return None
 
 
 def _from_header(raw: bytes) -> str:
@@ -111,43 +160,6 @@ def _fitted(key: str) -> str:
     if len(key) <= MAX_SESSION_ID_CHARS and key.isprintable():
         return key
     return "key-" + _digest([key])
-
-
-def _chat_seed(body: RequestBody) -> list[Any] | None:
-    """System prompts, tools and the first message that is the user's: equal in all turns."""
-    messages = body.fields.get("messages")
-    if not isinstance(messages, list):
-        return None
-    system: list[Any] = []
-    first: Any = None
-    for message in messages:
-        if not isinstance(message, dict):
-            return None
-        role = message.get("role")
-        if role in ("system", "developer"):
-            if first is None:
-                system.append(message.get("content"))
-        elif role == "user":
-            first = message.get("content")
-            break
-        elif first is None:
-            first = message
-    if first is None and not system:
-        return None
-    return [system, body.fields.get("tools"), first]
-
-
-def _completion_seed(body: RequestBody) -> list[Any] | None:
-    prompt = body.fields.get("prompt")
-    if prompt_count(prompt) > 1:
-        return None
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-        prompt = prompt[0]
-    if isinstance(prompt, str) and prompt:
-        return [prompt[:_PROMPT_HEAD_CHARS]]
-    if isinstance(prompt, list) and prompt:
-        return [prompt[:_PROMPT_HEAD_TOKENS]]
-    return None
 
 
 def _digest(seed: list[Any]) -> str:

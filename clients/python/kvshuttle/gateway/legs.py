@@ -7,21 +7,21 @@ import contextlib
 import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
+from urllib.parse import quote
 
 import httpx
 
+from kvshuttle.gateway.dialects import DIALECTS
 from kvshuttle.gateway.liveness import Liveness
-from kvshuttle.gateway.sse import ERROR_EVENT
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-    from kvshuttle.gateway.body import Leg, Route
+    from kvshuttle.gateway.body import Leg
+    from kvshuttle.gateway.dialects import Dialect, Route
     from kvshuttle.gateway.liveness import Watch
     from kvshuttle.gateway.metrics import Metrics
     from kvshuttle.gateway.settings import GatewaySettings
-
-PATHS: dict[Route, str] = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 
 # Headers of the client that go on to the engines: what joins logs and traces, nothing else.
 # Authorization above all stays here.
@@ -96,7 +96,7 @@ class EngineHttp:
             with self._liveness.watch(url) as watch:
                 async with asyncio.timeout(settings.prefill_timeout_s) as watch.scope:
                     response = await self._client.post(
-                        url + PATHS[route],
+                        url + DIALECTS[route].path,
                         content=body,
                         headers=self._headers(headers),
                         timeout=httpx.Timeout(
@@ -127,7 +127,7 @@ class EngineHttp:
         started = time.monotonic()
         request = self._client.build_request(
             "POST",
-            url + PATHS[route],
+            url + DIALECTS[route].path,
             content=body,
             headers=self._headers(headers),
             timeout=httpx.Timeout(
@@ -154,11 +154,50 @@ class EngineHttp:
         finally:
             if result:
                 self.observe("decode", result, started)
-        return DecodeStream(self, self._liveness, url, response, started, settings)
+        return DecodeStream(self, self._liveness, url, response, started, settings, DIALECTS[route])
 
     async def get(self, url: str, path: str) -> httpx.Response:
         """A short read from an engine. Raises httpx.HTTPError."""
         return await self._client.get(url + path, timeout=self._settings.probe_timeout_s)
+
+    async def ask(self, method: str, url: str, body: bytes = b"") -> httpx.Response:
+        """A question that takes an engine little time. Raises httpx.HTTPError."""
+        return await self._client.request(
+            method,
+            url,
+            content=body or None,
+            headers=self._own_headers,
+            timeout=httpx.Timeout(
+                self._settings.probe_timeout_s if not body else self._settings.prefill_timeout_s,
+                connect=self._settings.connect_timeout_s,
+            ),
+        )
+
+    def streamed(
+        self, method: str, url: str
+    ) -> contextlib.AbstractAsyncContextManager[httpx.Response]:
+        """An answer that may go on for long. Entering it raises httpx.HTTPError."""
+        return self._client.stream(
+            method,
+            url,
+            headers=self._own_headers,
+            timeout=httpx.Timeout(
+                self._settings.stream_idle_timeout_s, connect=self._settings.connect_timeout_s
+            ),
+        )
+
+    async def holder_of(self, urls: Sequence[str], response_id: str) -> str | None:
+        """Which of these engines has stored a response."""
+
+        async def has(url: str) -> bool:
+            try:
+                path = f"{DIALECTS['responses'].path}/{quote(response_id, safe='')}"
+                return (await self.get(url, path)).status_code == 200
+            except httpx.HTTPError:
+                return False
+
+        answers = await asyncio.gather(*map(has, urls))
+        return next((url for url, yes in zip(urls, answers, strict=True) if yes), None)
 
     async def is_dead(self, url: str) -> bool:
         """Whether an engine says of itself that it is, or does not listen any more."""
@@ -195,7 +234,9 @@ class DecodeStream:
         response: httpx.Response,
         started: float,
         settings: GatewaySettings,
+        dialect: Dialect,
     ) -> None:
+        self._dialect = dialect
         self._http = http
         self._response = response
         self._started = started
@@ -220,22 +261,31 @@ class DecodeStream:
     @property
     def failed(self) -> bool:
         """Whether it begins with an error of the engine's."""
-        begins = self._first is not None and self._first.startswith(ERROR_EVENT)
-        return self.status >= 500 or begins
+        if self.status >= 500:
+            return True
+        return self._first is not None and self._dialect.error.search(self._first) is not None
 
-    async def wait_for_first_chunk(self) -> None:
-        """Returns when the body has begun, so that until then another engine can be asked.
+    async def wait_for_first_token(self) -> None:
+        """Returns when tokens have begun, so that until then another engine can be asked.
 
-        vLLM sends a stream's headers at once, and its first event with the first token.
-        Raises LegFailed.
+        vLLM sends a stream's headers at once, and its first event with the first token, but for
+        events that say no more than the headers. Raises LegFailed.
         """
         try:
             async with asyncio.timeout(self._whole_s) as self._watch.scope:
                 self._first = await self._next()
+                while self._first is not None and not self._has_begun(self._first):
+                    if (chunk := await self._next()) is None:
+                        break
+                    self._first += chunk
         except TimeoutError as error:
             failed = _timed_out(self.url, self._watch, "no first token")
             self._result = failed.failure
             raise failed from error
+
+    def _has_begun(self, events: bytes) -> bool:
+        dialect = self._dialect
+        return any(mark.search(events) for mark in (dialect.begun, dialect.error, dialect.end))
 
     async def next_chunk(self) -> bytes | None:
         """The next bytes as they came, None at the regular end. Raises LegFailed."""

@@ -51,7 +51,7 @@ class Metrics:
         )
         self.in_flight = Gauge(
             "kvshuttle_gateway_requests_in_flight",
-            "Requests of the two completion routes that run.",
+            "Requests of the generating routes that run.",
             registry=self.registry,
         )
         self.turns = Counter(

@@ -12,15 +12,15 @@ from kvshuttle.gateway import errors
 from kvshuttle.gateway.body import estimate_prompt_tokens, is_disaggregable, leg_body
 from kvshuttle.gateway.control import PlacementFailedError
 from kvshuttle.gateway.legs import LegFailed
-from kvshuttle.gateway.sse import usage_of
 from kvshuttle.gateway.together import BothLegs, PrefillFailed
 from kvshuttle.gateway.traces import RequestTrace
-from kvshuttle.gateway.usage import TurnCost
+from kvshuttle.gateway.usage import TurnCost, usage_of
 from kvshuttle.v1 import session_service_pb2 as session
 from kvshuttle.v1 import types_pb2 as types
 
 if TYPE_CHECKING:
     from kvshuttle.gateway.control import BegunTurn
+    from kvshuttle.gateway.dialects import Usage
     from kvshuttle.gateway.legs import DecodeStream, PrefillAnswer
     from kvshuttle.gateway.request import Services, TurnRequest
 
@@ -49,6 +49,9 @@ OUTCOMES: dict[int, str] = {
     session.TURN_OUTCOME_FAILED: "failed",
 }
 
+# Why a request that goes on from a stored response has no turn.
+STORED_RESPONSE = "STORED_RESPONSE"
+
 Phase = Literal["begin", "prefill", "decode", "stream"]
 
 
@@ -70,6 +73,8 @@ class Placing:
     fallbacks: list[str] = field(default_factory=list)
     cost: TurnCost = field(default_factory=TurnCost)
     turn: session.Turn | None = None
+    # Why there is no turn, if no turn was asked for.
+    reason: str = ""
     _begun: BegunTurn | None = None
     _excluded: list[str] = field(default_factory=list)
     _failed_urls: list[str] = field(default_factory=list)
@@ -90,6 +95,8 @@ class Placing:
     async def open(self) -> DecodeStream:
         """The decode leg's answer, from wherever it can be had. Raises ApiError and
         PrefillRefused; the caller closes it."""
+        if (previous := self.request.body.previous_response_id) is not None:
+            return await self._where_stored(previous)
         for _ in range(_PLACED_TRIES):
             if not await self._begin():
                 break
@@ -102,6 +109,7 @@ class Placing:
 
     async def _begin(self) -> bool:
         self.phase = "begin"
+        self.cost.prefill = None
         request = self.request
         try:
             with self.trace.step("begin_turn") as step:
@@ -159,7 +167,7 @@ class Placing:
         if answer.status != 200:
             self._fall_back("PREFILL_ERROR", cause=f"{url}: status {answer.status}")
             return
-        self.cost.prefill = usage_of(answer.body)
+        self.cost.prefill = usage_of(answer.body, self.request.body.dialect)
 
     async def _prefill_leg(self, placement: session.Placement, token: str) -> PrefillAnswer:
         request = self.request
@@ -212,6 +220,7 @@ class Placing:
     async def _unplaced(self) -> DecodeStream:
         """The request as a plain one, to an engine that is known from before."""
         self.phase = "decode"
+        self.cost.prefill = None
         request = self.request
         candidates = self.services.engines.candidates(
             request.tenant, request.identity.session_id, self._failed_urls
@@ -230,6 +239,18 @@ class Placing:
             raise errors.no_engine_known()
         raise errors.engines_unreachable(len(set(self._failed_urls)))
 
+    async def _where_stored(self, response_id: str) -> DecodeStream:
+        """A request that goes on from a stored response can be served only where that is."""
+        self.phase = "decode"
+        url = await self.services.stored.holder(self.request.tenant, response_id)
+        if url is None:
+            raise errors.response_not_found(response_id)
+        self.reason = STORED_RESPONSE
+        try:
+            return await self._decode(url, None)
+        except LegFailed as failed:
+            raise errors.engine_broke_off(504 if failed.failure == "timeout" else 502) from failed
+
     async def _decode(self, url: str, token: str | None) -> DecodeStream:
         request = self.request
         step = self.trace.decode(url=url)
@@ -241,7 +262,7 @@ class Placing:
         )
         if stream.is_event_stream:
             try:
-                await stream.wait_for_first_chunk()
+                await stream.wait_for_first_token()
             except BaseException:
                 await stream.close()
                 raise
@@ -285,6 +306,14 @@ class Placing:
             **self.trace.trace_id,
         )
 
+    def found(self) -> Usage | None:
+        """What the prefill leg said that the prompt cost, once it has; None without such a leg."""
+        if self.cost.prefill is None and self._both is not None:
+            answer = self._both.prefill_answer()
+            if answer is not None:
+                self.cost.prefill = usage_of(answer.body, self.request.body.dialect)
+        return self.cost.prefill
+
     @property
     def mode(self) -> str:
         """How earlier KV was meant to reach prefill, in one word."""
@@ -303,9 +332,7 @@ class Placing:
     def _end_turn(self, outcome: session.TurnOutcome.ValueType) -> None:
         if self._begun is None:
             return
-        answer = self._both.prefill_answer() if self._both is not None else None
-        if answer is not None:
-            self.cost.prefill = usage_of(answer.body)
+        self.found()
         self.services.metrics.turns.labels(OUTCOMES[outcome], self.mode).inc()
         usage = self.cost.message()
         self.services.metrics.used(usage)

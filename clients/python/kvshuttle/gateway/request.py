@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from kvshuttle.gateway.legs import EngineHttp
     from kvshuttle.gateway.metrics import Metrics
     from kvshuttle.gateway.settings import GatewaySettings
+    from kvshuttle.gateway.stored import StoredResponses
     from kvshuttle.tracing import Tracing
     from kvshuttle.v1 import session_service_pb2 as session
     from kvshuttle.v1 import types_pb2 as types
@@ -31,6 +32,7 @@ class Services:
     engines: EngineDirectory
     control: ControlPlane
     http: EngineHttp
+    stored: StoredResponses
     tracing: Tracing | None = None
 
 

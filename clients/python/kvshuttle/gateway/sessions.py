@@ -62,7 +62,7 @@ class SessionEndpoints:
         async def endpoint(request: Request) -> Response:
             response: Response
             try:
-                tenant = self._gateway.auth.tenant(request.headers.get("authorization"))
+                tenant = self._gateway.auth.tenant(request.headers)
                 try:
                     found = await ask(request, tenant, request.path_params["session_id"])
                 except KVShuttleError as error:

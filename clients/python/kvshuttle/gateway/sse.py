@@ -1,12 +1,19 @@
-"""Passing a server-sent-event stream through, event by event, without changing a byte."""
+"""Passing a server-sent-event stream through, event by event, byte for byte but for its usage."""
 
 from __future__ import annotations
 
-import json
-from typing import Any
+from typing import TYPE_CHECKING
 
-# How vLLM says within a stream that it cannot go on; quotes within a token's text are escaped.
-ERROR_EVENT = b'data: {"error"'
+from kvshuttle.gateway.body import TRANSFER_PARAMS as _INSIDE
+from kvshuttle.gateway.jsonspans import with_nulls
+from kvshuttle.gateway.usage import with_true_usage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvshuttle.gateway.dialects import Dialect, Usage
+
+__all__ = ["EventPassthrough"]
 
 _BOUNDARIES = (b"\n\n", b"\r\n\r\n")
 
@@ -18,57 +25,58 @@ class EventPassthrough:
     well-formed error event instead of half an event.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, dialect: Dialect, found: Callable[[], Usage | None] = lambda: None) -> None:
+        """`found` is asked at each usage that comes by: what the prefill leg found, if known."""
+        self._dialect = dialect
+        self._found = found
         self._rest = b""
-        self.usage: dict[str, Any] | None = None
+        self.usage: Usage | None = None
+        # What was passed on last, whole events.
+        self.last = b""
+        # The first token, the regular end, an error.
         self.saw_data = False
         self.saw_done = False
         self.saw_error = False
+
+    @property
+    def ended(self) -> bool:
+        """Whether the engine has said all that it says in a stream."""
+        return self.saw_done or (self.saw_error and self._dialect.error_ends)
 
     def feed(self, chunk: bytes) -> bytes:
         """What may be sent on: complete events only, possibly none."""
         data = self._rest + chunk if self._rest else chunk
         end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _BOUNDARIES)
         ready, self._rest = data[:end], data[end:]
-        if ready:
-            self._note(ready)
-        return ready
+        return self._noted(ready) if ready else ready
 
     def finish(self) -> bytes:
         """What is left at the regular end of the stream."""
         rest, self._rest = self._rest, b""
-        if rest:
-            self._note(rest)
-        return rest
+        return self._noted(rest) if rest else rest
 
-    def _note(self, events: bytes) -> None:
+    def _noted(self, events: bytes) -> bytes:
+        dialect = self._dialect
         if not self.saw_data:
-            # Comments (keep-alives) before the first token are not tokens.
-            self.saw_data = events.startswith(b"data:") or b"\ndata:" in events
-        self.saw_error |= ERROR_EVENT in events
-        has_usage = b'"usage"' in events
-        if not has_usage and b"[DONE]" not in events:
-            return
-        for line in events.splitlines():
-            if not line.startswith(b"data:"):
-                continue
-            payload = line[len(b"data:") :].strip()
-            if payload == b"[DONE]":
-                self.saw_done = True
-            elif has_usage and b'"usage"' in payload:
-                self.usage = usage_of(payload) or self.usage
+            # What comes before the first token (keep-alives, say) is none.
+            self.saw_data = dialect.begun.search(events) is not None
+        self.saw_error = self.saw_error or dialect.error.search(events) is not None
+        self.saw_done = self.saw_done or dialect.end.search(events) is not None
+        if b'"usage"' in events or b'_transfer_params"' in events:
+            events = b"".join(map(self._for_client, events.splitlines(keepends=True)))
+        self.last = events
+        return events
 
-
-def usage_of(raw: bytes) -> dict[str, Any] | None:
-    """The `usage` object of a response or chunk, if it has one."""
-    try:
-        fields = json.loads(raw)
-    except ValueError:
-        return None
-    usage = fields.get("usage") if isinstance(fields, dict) else None
-    return usage if isinstance(usage, dict) else None
-
-
-def error_event(body: bytes) -> bytes:
-    """An event that OpenAI's clients raise as an error."""
-    return b"data: " + body + b"\n\n"
+    def _for_client(self, line: bytes) -> bytes:
+        if not line.startswith(b"data:"):
+            return line
+        data = line[len(b"data:") :]
+        if b'_transfer_params"' in data:
+            # What the engine says about the transfer is not for clients.
+            data = with_nulls(
+                data,
+                [(*path[:-1], name) for path in self._dialect.usage_paths for name in _INSIDE],
+            )
+        data, usage = with_true_usage(data, self._dialect, self._found())
+        self.usage = usage or self.usage
+        return b"data:" + data

@@ -11,10 +11,13 @@ import structlog
 from kvshuttle.gateway import errors
 from kvshuttle.gateway.answer import ClientAnswer, ClientStalled
 from kvshuttle.gateway.body import without_kv_params
+from kvshuttle.gateway.dialects.responses import response_id
 from kvshuttle.gateway.legs import LegFailed
 from kvshuttle.gateway.metrics import reason_label
 from kvshuttle.gateway.placing import OUTCOMES, Placing, PrefillRefused
-from kvshuttle.gateway.sse import EventPassthrough, error_event, usage_of
+from kvshuttle.gateway.sse import EventPassthrough
+from kvshuttle.gateway.stored import StoredResponse
+from kvshuttle.gateway.usage import with_true_usage
 from kvshuttle.v1 import session_service_pb2 as session
 
 if TYPE_CHECKING:
@@ -41,7 +44,10 @@ class TurnRun:
         self.client_gone = False
         self._placing = Placing(services, request)
         self._answer = ClientAnswer(
-            send, services.settings.client_stall_timeout_s, self._own_headers
+            send,
+            request.body.dialect,
+            services.settings.client_stall_timeout_s,
+            self._own_headers,
         )
 
     @property
@@ -97,7 +103,10 @@ class TurnRun:
         except LegFailed as failed:
             raise errors.engine_broke_off(504 if failed.failure == "timeout" else 502) from failed
         if stream.status == 200:
-            self._placing.cost.decode = usage_of(body)
+            self._note_response(body, stream.url)
+            body, self._placing.cost.decode = with_true_usage(
+                body, self.request.body.dialect, self._placing.found()
+            )
             self._note_first_token(stream=False)
         await self._answer.whole(stream.status, stream.headers, without_kv_params(body))
         if stream.status < 400:
@@ -105,12 +114,16 @@ class TurnRun:
         return session.TURN_OUTCOME_FAILED
 
     async def _relay_events(self, stream: DecodeStream) -> session.TurnOutcome.ValueType:
-        events = EventPassthrough()
+        dialect = self.request.body.dialect
+        events = EventPassthrough(dialect, self._placing.found)
         await self._answer.start(stream.status, stream.headers)
         broken: LegFailed | None = None
+        named = False
         try:
             while (chunk := await stream.next_chunk()) is not None:
                 if ready := events.feed(chunk):
+                    if not named:
+                        named = self._note_response(ready, stream.url)
                     await self._answer.body(ready, more=True)
                     if events.saw_data and self._placing.cost.time_to_first_token_s is None:
                         self._note_first_token(stream=True)
@@ -119,7 +132,7 @@ class TurnRun:
         self._placing.cost.decode = events.usage
         if broken is None:
             rest = events.finish()
-            if events.saw_done:
+            if events.ended:
                 await self._answer.body(rest, more=False)
                 if events.saw_error:
                     return session.TURN_OUTCOME_FAILED
@@ -128,13 +141,26 @@ class TurnRun:
                 await self._answer.body(rest, more=True)
         log.warning(
             "stream_broke_off",
-            cause=str(broken) if broken is not None else "ended without [DONE]",
+            cause=str(broken) if broken is not None else "ended without an end",
             tenant=self.request.tenant,
             session=self.request.identity.session_id,
             turn=self._placing.turn.turn if self._placing.turn is not None else None,
         )
-        await self._answer.body(error_event(errors.engine_broke_off().body()), more=False)
+        await self._answer.body(
+            dialect.error_event(errors.engine_broke_off(), events.last), more=False
+        )
         return session.TURN_OUTCOME_FAILED
+
+    def _note_response(self, answer: bytes, url: str) -> bool:
+        """Remembers where a response is kept, by its first bytes; true if nothing is left to do."""
+        request = self.request
+        if request.body.route != "responses" or request.body.fields.get("store") is False:
+            return True
+        name = response_id(answer)
+        if name is not None:
+            stored = StoredResponse(request.identity.session_id, url)
+            self.services.stored.note(request.tenant, name, stored)
+        return name is not None
 
     def _note_first_token(self, *, stream: bool) -> None:
         elapsed = time.monotonic() - self.request.started
@@ -151,9 +177,8 @@ class TurnRun:
             headers["x-kvshuttle-reason"] = reason_label(self._placing.turn.plan.reason)
         else:
             headers["x-kvshuttle-mode"] = "none"
-            headers["x-kvshuttle-reason"] = (
-                self._placing.fallbacks[-1] if self._placing.fallbacks else ""
-            )
+            fallbacks = self._placing.fallbacks
+            headers["x-kvshuttle-reason"] = fallbacks[-1] if fallbacks else self._placing.reason
         if self._placing.fallbacks:
             headers["x-kvshuttle-fallback"] = ",".join(dict.fromkeys(self._placing.fallbacks))
         return headers

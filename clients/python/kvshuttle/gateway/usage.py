@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
+from kvshuttle.gateway.dialects.base import Usage
+from kvshuttle.gateway.jsonspans import with_numbers
 from kvshuttle.v1 import session_service_pb2 as session
 
-__all__ = ["TurnCost"]
+if TYPE_CHECKING:
+    from kvshuttle.gateway.dialects import Dialect
+
+__all__ = ["TurnCost", "usage_of", "with_true_usage"]
 
 
 @dataclass(slots=True)
@@ -15,22 +21,46 @@ class TurnCost:
     """What the engines said the turn cost."""
 
     # The prefill engine's, if there was a prefill leg: only it knows what the prompt really found.
-    prefill: dict[str, Any] | None = None
-    decode: dict[str, Any] | None = None
+    prefill: Usage | None = None
+    decode: Usage | None = None
     time_to_first_token_s: float | None = None
 
     def message(self) -> session.TurnUsage:
-        usage = session.TurnUsage()
-        prompt = self.prefill or self.decode or {}
-        usage.prompt_tokens = _count(prompt.get("prompt_tokens"))
-        details = prompt.get("prompt_tokens_details")
-        if isinstance(details, dict):
-            usage.cached_tokens = _count(details.get("cached_tokens"))
-        usage.output_tokens = _count((self.decode or {}).get("completion_tokens"))
+        """For the control plane."""
+        prompt = self.prefill or self.decode or Usage()
+        usage = session.TurnUsage(
+            prompt_tokens=prompt.prompt,
+            cached_tokens=prompt.cached or 0,
+            output_tokens=self.decode.output if self.decode is not None else 0,
+        )
         if self.time_to_first_token_s is not None:
             usage.time_to_first_token.FromNanoseconds(int(self.time_to_first_token_s * 1e9))
         return usage
 
 
-def _count(value: Any) -> int:
-    return value if isinstance(value, int) and value > 0 else 0
+def usage_of(raw: bytes, dialect: Dialect) -> Usage | None:
+    """The usage in a whole answer or an event's data, if there is one."""
+    return with_true_usage(raw, dialect, None)[1]
+
+
+def with_true_usage(
+    raw: bytes, dialect: Dialect, found: Usage | None
+) -> tuple[bytes, Usage | None]:
+    """An answer of decode's, or an event's data, whose usage says what prefill found; and the usage
+    as decode said it. Numbers in its usage object are all that changes, and only those it has."""
+    if b'"usage"' not in raw:
+        return raw, None
+    try:
+        fields = json.loads(raw)
+    except (ValueError, RecursionError):
+        return raw, None
+    for path in dialect.usage_paths:
+        usage = fields
+        for name in path:
+            usage = usage.get(name) if isinstance(usage, dict) else None
+        if isinstance(usage, dict):
+            if found is not None:
+                numbers = dialect.true_numbers(usage, found)
+                raw = with_numbers(raw, {path + at: number for at, number in numbers.items()})
+            return raw, dialect.usage(usage)
+    return raw, None
