@@ -38,7 +38,12 @@ def main(told: Options) -> None:
     def ask(text: str) -> str:
         messages.append({"role": "user", "content": text})
         answer = client.chat.completions.create(
-            model=told.model, messages=messages, temperature=0, max_tokens=64, stream=True
+            model=told.model,
+            messages=messages,
+            temperature=0,
+            max_tokens=64,
+            stream=True,
+            stream_options={"include_usage": True},
         )
         said = "".join(chunk.choices[0].delta.content or "" for chunk in answer if chunk.choices)
         messages.append({"role": "assistant", "content": said})
