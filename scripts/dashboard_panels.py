@@ -170,6 +170,14 @@ OVERVIEW = Board(
                     "Bps",
                     rate("kvshuttle_transfer_bytes_total", "direction"),
                 ),
+                Panel(
+                    "Which side moves KV forward",
+                    "Pull: decode reads when prefill is done. Push: prefill writes meanwhile.",
+                    "ops",
+                    rate("kvshuttle_turns_forward_total", "forward_mode, reason"),
+                    "stack",
+                    24,
+                ),
             ),
         ),
         Row(

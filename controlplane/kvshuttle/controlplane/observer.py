@@ -98,6 +98,12 @@ class Metrics:
             ["return_mode", "reason"],
             registry=r,
         )
+        self.forward = Counter(
+            "kvshuttle_turns_forward",
+            "Turns begun, by which side is to move KV from prefill to decode, and why",
+            ["forward_mode", "reason"],
+            registry=r,
+        )
         self.ended = Counter(
             "kvshuttle_turns",
             "Turns ended",
@@ -281,6 +287,7 @@ class Metrics:
             case "turn_begun":
                 self._child(self.begun, v["return_mode"], v["reason"]).inc()
                 self._child(self.placed, v["placement"]).inc()
+                self._child(self.forward, v["forward_mode"], v["forward_reason"]).inc()
             case "turn_ended":
                 self._child(self.ended, v["outcome"], v["return_mode"]).inc()
                 usage = v.pop("usage", None)

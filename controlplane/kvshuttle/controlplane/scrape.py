@@ -130,7 +130,7 @@ class Now:
         tokens = _counter(
             "worker_prompt_tokens",
             "Prompt tokens of a worker's legs by where their KV came from: forwarded, returned, "
-            "local_hit, computed; and eager: those of the returned that came before any request",
+            "local_hit, computed; parts of these: eager (returned before any request), pushed",
             *("worker_id", "source"),
         )
         fallbacks = _counter(

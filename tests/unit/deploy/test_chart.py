@@ -129,6 +129,24 @@ def test_an_issuer_of_ones_own_makes_all_certificates() -> None:
     assert found == [reference] * 3
 
 
+@pytest.mark.parametrize("name", ["defaults", "engines"])
+def test_traces_are_on_everywhere_or_nowhere(name: str, tmp_path: Path) -> None:
+    objects = render(values(name))
+    on = name == "engines"
+    for one in ("controlplane", "gateway"):
+        data = named(objects, "ConfigMap", one)["data"][f"{one}.yaml"]
+        assert yaml.safe_load(data).get("traces", False) == on
+    kinds = {"controlplane": "StatefulSet", "gateway": "Deployment"}
+    if on:
+        kinds["prefill-0"] = "StatefulSet"
+        arguments = container(objects, "StatefulSet", "prefill-0")["args"]
+        transfer = arguments[arguments.index("--kv-transfer-config") + 1]
+        assert checked(transfer, tmp_path).traces
+    for tail, kind in kinds.items():
+        env = {one["name"] for one in container(objects, kind, tail).get("env", ())}
+        assert ({"OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_TRACES_SAMPLER_ARG"} <= env) == on
+
+
 def test_there_is_one_control_plane_and_one_process_a_worker() -> None:
     for one in render(values("engines")):
         if one["kind"] == "StatefulSet":

@@ -39,6 +39,14 @@ kind: Issuer
 {{- end -}}
 {{- end -}}
 
+{{- define "kvshuttle.tracingEnv" -}}
+- name: OTEL_EXPORTER_OTLP_ENDPOINT
+  value: {{ .Values.tracing.endpoint | quote }}
+{{- with .Values.tracing.env }}
+{{ toYaml . }}
+{{- end }}
+{{- end -}}
+
 {{- define "kvshuttle.podSecurity" -}}
 runAsNonRoot: true
 runAsUser: 65532
