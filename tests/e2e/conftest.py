@@ -45,6 +45,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(600))
 
 
+def hooks_failed(engine: Engine) -> list[str]:
+    """The first lines of an engine's log that tell of a failure inside its agent."""
+    text = engine.log_path.read_text(errors="replace")
+    return [line for line in text.splitlines() if any(x in line for x in AGENT_ERRORS)][:3]
+
+
 def engine_spec(name: str, cpu: int, **changes: object) -> EngineSpec:
     """The tiny model's engine; `changes` are fields of EngineSpec."""
     settings: dict[str, object] = {"name": name, "model": TINY, "cpu": cpu, "max_model_len": 4_096}
@@ -241,9 +247,7 @@ def nothing_leaked(cluster: Cluster) -> Iterator[None]:
     yield
     cluster.assert_nothing_leaked()
     for engine in (cluster.prefill, cluster.decode):
-        text = engine.log_path.read_text(errors="replace")
-        failed = [line for line in text.splitlines() if any(x in line for x in AGENT_ERRORS)]
-        assert not failed, failed[:3]
+        assert not hooks_failed(engine)
 
 
 @pytest.fixture(scope="session")
