@@ -118,7 +118,9 @@ def kvshuttle_pair(model: Path, directory: Path, seconds: float) -> tuple[dict[s
     """Percent by engine, and how many replicas decode held all the time."""
     cpus = engine_cpus()
     with Stack(_progress) as stack:
-        control_plane = ControlPlane(directory=directory, extra_args=["--no-eager"])
+        control_plane = ControlPlane(
+            directory=directory, extra_args=["--no-eager", "--direct-tokens", "0"]
+        )
         stack.start(control_plane)
         engines = [
             Engine(

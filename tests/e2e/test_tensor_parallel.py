@@ -60,7 +60,9 @@ def _offered(view: ControlPlaneView, session: str, tokens: int) -> bool:
 @pytest.mark.timeout(900)
 def test_two_ranks_on_both_sides(tmp_path: Path, oracle: Oracle) -> None:
     with Stack() as stack:
-        control_plane = ControlPlane(directory=tmp_path, extra_args=["--no-eager"])
+        control_plane = ControlPlane(
+            directory=tmp_path, extra_args=["--no-eager", "--direct-tokens", "0"]
+        )
         stack.start(control_plane)
         prefill = _engine(PREFILL, "prefill", control_plane, tmp_path)
         decode = _engine(DECODE, "decode", control_plane, tmp_path)
