@@ -74,6 +74,7 @@ class Agent:
         self.ended: BaseException | None = None
         self.record: History | None = None
         """What it does, for whoever checks the run."""
+        self._reading: set[str] = set()
 
     def note(self, event: str, **fields: Any) -> None:
         """One step of this boot, if anybody wants to know."""
@@ -90,6 +91,7 @@ class Agent:
         lease = getattr(command, kind).lease_id
         self.note("obeys", order=kind, lease=lease, epoch=epoch)
         if kind == "grant":
+            self._reading.add(lease)
             self.note("read_posted", lease=lease, read="r")
         elif kind == "reader_stopped":
             self.note("range_let_go", lease=lease, reason="READER_STOPPED")
@@ -254,7 +256,7 @@ class Agent:
         """Reads under a lease, from its start to its end."""
         await self.say(active=pb.LeaseActive(lease_id=lease_id, blocks=blocks))
         self.note("read_completed", lease=lease_id, read="r")
-        self.note("read_over", lease=lease_id, read="r", published=True)
+        self._read_over(lease_id, published=True)
         stopped = pb.LeaseStopped(lease_id=lease_id, outcome=pb.TRANSFER_OUTCOME_PUBLISHED)
         stopped.stats.blocks = blocks
         stopped.stats.tokens = blocks * BLOCK
@@ -265,8 +267,14 @@ class Agent:
 
     async def stop(self, lease_id: str, outcome: pb.TransferOutcome.ValueType) -> None:
         """Lets go of a lease without having read."""
-        self.note("read_over", lease=lease_id, read="r", published=False)
+        self._read_over(lease_id, published=False)
         await self.say(stopped=pb.LeaseStopped(lease_id=lease_id, outcome=outcome))
+
+    def _read_over(self, lease_id: str, *, published: bool) -> None:
+        """A revoke that crosses the end of a READ finds none: it is over once."""
+        if lease_id in self._reading:
+            self._reading.remove(lease_id)
+            self.note("read_over", lease=lease_id, read="r", published=published)
 
     async def close(self) -> None:
         """Ends the stream from this side, as a process that dies does."""
