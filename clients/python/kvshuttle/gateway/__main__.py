@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import sys
 from typing import TYPE_CHECKING
 
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvshuttle-gateway: control plane: {error}", file=sys.stderr)  # noqa: T201
         return 2
     try:
+        _raise_file_limit()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             server = GatewayServer(settings)
             runner.run(server.run_until_stopped())
@@ -45,6 +47,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvshuttle-gateway: {settings.host}:{settings.port}: {error}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
+
+
+def _raise_file_limit() -> None:
+    """Two sockets a stream: the limit that a shell starts with, often 1,024, is soon reached."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 if __name__ == "__main__":

@@ -24,8 +24,10 @@ from kvshuttle.gateway.dialects import DIALECTS
 from kvshuttle.gateway.engines import EngineDirectory
 from kvshuttle.gateway.hints import hints_of_headers
 from kvshuttle.gateway.identity import identify
+from kvshuttle.gateway.inflight import InFlight
 from kvshuttle.gateway.legs import EngineHttp
 from kvshuttle.gateway.proxied import ProxiedEndpoints
+from kvshuttle.gateway.report import wants_comment
 from kvshuttle.gateway.request import Services, TurnRequest
 from kvshuttle.gateway.sessions import SessionEndpoints
 from kvshuttle.gateway.stored import StoredResponses
@@ -54,6 +56,8 @@ _POLICIES = {
 
 # /health asks the engines at most so often, seconds: it must not become a load.
 _HEALTH_CACHE_S = 1.0
+# How long a request that is cut off at the stop may take to say so.
+_LAST_WORDS_S = 2.0
 # So many engines are asked for a response that went through another gateway.
 _MOST_ASKED_FOR_A_RESPONSE = 16
 
@@ -73,6 +77,9 @@ class Gateway:
         self.metrics = metrics.Metrics()
         self.auth = Authenticator.from_file(settings.api_keys_file)
         self.engines = EngineDirectory(settings.prefill_url, settings.decode_url)
+        self.in_flight = InFlight(settings.max_requests, settings.tenant_limit, self.metrics)
+        # Set once the gateway is to be stopped.
+        self.draining = False
         self._services: Services | None = None
         self._health: tuple[float, int, dict[str, Any]] | None = None
         self._health_lock = asyncio.Lock()
@@ -105,7 +112,10 @@ class Gateway:
         return StoredResponses(find)
 
     async def stop(self) -> None:
-        """Ends what is open. Requests have ended by now; their EndTurns are waited for."""
+        """Ends what is open. Requests have ended by now, or are being ended; their EndTurns are
+        waited for."""
+        if not await self.in_flight.all_ended(_LAST_WORDS_S):
+            log.warning("requests_left_at_stop")
         if self._services is not None:
             await self._services.control.close()
             await self._services.http.close()
@@ -125,7 +135,9 @@ class Gateway:
         return Response(self.metrics.exposition(), media_type=metrics.CONTENT_TYPE)
 
     async def get_health(self, _request: Request) -> Response:
-        """What can be reached; 503 only if there is nowhere to send a request."""
+        """What can be reached; 503 if there is nowhere to send a request, or if it is to stop."""
+        if self.draining:
+            return JSONResponse({"status": "draining"}, status_code=503)
         async with self._health_lock:
             now = time.monotonic()
             if self._health is None or now - self._health[0] >= _HEALTH_CACHE_S:
@@ -187,11 +199,17 @@ class CompletionEndpoint:
             gateway.metrics.requests.labels(self._dialect.route, str(status)).inc()
 
     async def _serve(self, headers: Headers, receive: Receive, send: Send) -> int:
+        gateway = self._gateway
         try:
-            request = await self._read(headers, receive)
+            tenant = gateway.auth.tenant(headers)
+            with gateway.in_flight.one(tenant):
+                request = await self._read(tenant, headers, receive)
+                return await self._run(request, receive, send)
         except errors.ApiError as error:
             await _send_error(error, self._dialect, send)
             return error.status
+
+    async def _run(self, request: TurnRequest, receive: Receive, send: Send) -> int:
         run = TurnRun(self._gateway.services, request, send)
         work = asyncio.create_task(run.run(), name="turn")
         watch = asyncio.create_task(_disconnected(receive), name="watch-client")
@@ -210,13 +228,13 @@ class CompletionEndpoint:
             work.result()
         return run.status
 
-    async def _read(self, headers: Headers, receive: Receive) -> TurnRequest:
+    async def _read(self, tenant: str, headers: Headers, receive: Receive) -> TurnRequest:
         """Checks all that can be checked without asking anyone. Raises ApiError."""
         gateway = self._gateway
         settings = gateway.settings
-        tenant = gateway.auth.tenant(headers)
         policy = _return_policy(headers.get(RETURN_HEADER))
         hints = hints_of_headers(headers)
+        comment = wants_comment(headers)
         try:
             async with asyncio.timeout(settings.body_timeout_s):
                 raw = await _read_body(headers, receive, settings.max_body_bytes)
@@ -230,7 +248,7 @@ class CompletionEndpoint:
         if body.dropped_kv_params:
             gateway.metrics.dropped_kv_params.inc()
         identity = identify(tenant, headers, body, gateway.services.stored)
-        return TurnRequest(tenant, identity, body, headers, policy, started, hints)
+        return TurnRequest(tenant, identity, body, headers, policy, started, hints, comment)
 
 
 def create_app(settings: GatewaySettings, tracing: Tracing | None = None) -> Starlette:

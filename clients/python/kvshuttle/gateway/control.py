@@ -59,9 +59,11 @@ State = Literal["unknown", "ok", "down"]
 class PlacementFailedError(Exception):
     """There is no placement for this turn; `reason` is the one to count."""
 
-    def __init__(self, reason: str) -> None:
+    def __init__(self, reason: str, over_budget: ResourceExhaustedError | None = None) -> None:
         super().__init__(reason)
         self.reason = reason
+        # The control plane's own words, where its budget has no room for this turn.
+        self.over_budget = over_budget
 
 
 class BegunTurn:
@@ -192,7 +194,8 @@ class ControlPlane:
             response = begun.response
         except KVShuttleError as error:
             reason = self._note_error(error)
-            raise PlacementFailedError(reason) from error
+            exhausted = error if isinstance(error, ResourceExhaustedError) else None
+            raise PlacementFailedError(reason, exhausted) from error
         self._note_answer()
         if not response.turn.decode.url:
             self.end(begun, session.TURN_OUTCOME_FAILED, None)

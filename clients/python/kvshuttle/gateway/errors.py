@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -95,6 +96,41 @@ def response_not_found(response_id: str) -> ApiError:
         kind="invalid_request_error",
         param="previous_response_id",
         code="previous_response_not_found",
+    )
+
+
+def too_many_requests(whose: str, most: int, flag: str) -> ApiError:
+    """429: as many requests run as may."""
+    return ApiError(
+        429,
+        f"{whose} has {most} requests running, as many as it may. Wait for one to end, or ask the "
+        f"operator to raise {flag}.",
+        kind="rate_limit_error",
+        code="too_many_requests",
+        headers={"retry-after": "1"},
+    )
+
+
+def over_budget(reason: str, message: str, retry_after_s: float) -> ApiError:
+    """429: the control plane has no turn for this tenant now, and the operator wants no request
+    without one."""
+    return ApiError(
+        429,
+        f"No turn for this request: {message} Wait for others of yours to end.",
+        kind="rate_limit_error",
+        code=reason,
+        headers={"retry-after": str(max(1, math.ceil(retry_after_s)))},
+    )
+
+
+def stopping() -> ApiError:
+    """503: the gateway's time to let requests end is over."""
+    return ApiError(
+        503,
+        "The gateway is being stopped. Send the request again, to another one.",
+        kind="service_unavailable_error",
+        code="gateway_stopping",
+        headers={"retry-after": "1", "connection": "close"},
     )
 
 

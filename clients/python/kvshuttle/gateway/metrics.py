@@ -119,6 +119,19 @@ class Metrics:
             "Requests from which kv_transfer_params from outside were dropped.",
             registry=self.registry,
         )
+        self.refused = Counter(
+            "kvshuttle_gateway_refused",
+            "Requests answered 429, by whose limit: GATEWAY_LIMIT, TENANT_LIMIT, OVER_BUDGET.",
+            ["reason"],
+            registry=self.registry,
+        )
+        self.over_budget = Counter(
+            "kvshuttle_gateway_over_budget",
+            "Requests for which the control plane's budget had no turn, by what became of them "
+            "(served without a turn, refused).",
+            ["decision"],
+            registry=self.registry,
+        )
         self.control_plane_up = Gauge(
             "kvshuttle_gateway_control_plane_up",
             "1 if the control plane answered the last call, else 0.",

@@ -19,6 +19,7 @@ from kvshuttle.v1 import session_service_pb2 as session
 from kvshuttle.v1 import types_pb2 as types
 
 if TYPE_CHECKING:
+    from kvshuttle.client import ResourceExhaustedError
     from kvshuttle.gateway.control import BegunTurn
     from kvshuttle.gateway.dialects import Usage
     from kvshuttle.gateway.legs import DecodeStream, PrefillAnswer
@@ -122,11 +123,23 @@ class Placing:
                     traceparent=step.traceparent,
                 )
         except PlacementFailedError as failed:
+            if failed.over_budget is not None:
+                self._note_over_budget(failed.reason, failed.over_budget)
             self._fall_back(failed.reason)
             return False
         self._begun = begun
         self.turn = begun.response.turn
         return True
+
+    def _note_over_budget(self, reason: str, error: ResourceExhaustedError) -> None:
+        """Raises a 429 ApiError where the operator wants no request without a turn."""
+        metrics = self.services.metrics
+        if self.services.settings.over_budget == "serve":
+            metrics.over_budget.labels("served").inc()
+            return
+        metrics.over_budget.labels("refused").inc()
+        metrics.refused.labels("OVER_BUDGET").inc()
+        raise errors.over_budget(reason, error.message, error.retry_after_s or 1.0)
 
     async def _placed(self) -> DecodeStream | None:
         """Runs the legs where the control plane put them; None if decode cannot be reached."""

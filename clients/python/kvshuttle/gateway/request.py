@@ -48,3 +48,5 @@ class TurnRequest:
     started: float
     # Told at the turn's end: what is expected of the time after it counts from there.
     hints: types.SessionHints | None = None
+    # A comment at a stream's end says what happened.
+    wants_comment: bool = False

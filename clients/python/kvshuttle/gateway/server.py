@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import signal
 import socket
 import threading
+import time
 from typing import TYPE_CHECKING
 
 import structlog
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
     from pathlib import Path
 
+    from kvshuttle.gateway.app import Gateway
     from kvshuttle.gateway.settings import GatewaySettings
     from kvshuttle.tracing import Tracing
 
@@ -28,6 +31,8 @@ log = structlog.get_logger(__name__)
 # An idle client's connection is kept longer than most clients keep theirs, so that it is rarely
 # the gateway that closes it under a request.
 _CLIENT_KEEPALIVE_S = 75
+# How often a second SIGINT is looked for while the notice runs, seconds.
+_NOTICE_STEP_S = 0.05
 
 
 class GatewayServer(uvicorn.Server):
@@ -74,6 +79,16 @@ class GatewayServer(uvicorn.Server):
         if self.settings.ready_file is not None:
             _write_ready_file(self.settings.ready_file, self.url)
         log.info("serving", url=self.url, control_plane=self.settings.control_plane)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """As uvicorn's, after a while in which /health says what is coming."""
+        gateway: Gateway = self.config.app.state.gateway  # type: ignore[union-attr]
+        gateway.draining = True
+        log.info("draining", url=self.url, notice_s=self.settings.drain_notice_s)
+        until = time.monotonic() + self.settings.drain_notice_s
+        while time.monotonic() < until and not self.force_exit:  # noqa: ASYNC110 - uvicorn's flag
+            await asyncio.sleep(_NOTICE_STEP_S)
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

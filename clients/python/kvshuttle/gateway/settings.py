@@ -73,6 +73,25 @@ class GatewaySettings(BaseSettings):
     client_stall_timeout_s: Seconds = Field(
         120.0, description="A client that reads nothing for so long is taken for gone."
     )
+    max_requests: int = Field(
+        8192,
+        ge=1,
+        description="Most requests that run at once; more are answered 429. Each needs two sockets "
+        "and about 100 KB.",
+    )
+    max_tenant_requests: int | None = Field(
+        None,
+        ge=1,
+        description="Most of them of one tenant; three quarters of all where there are API keys, "
+        "if this is left out.",
+    )
+    drain_notice_s: float = Field(
+        0.0,
+        ge=0,
+        le=600,
+        description="How long after SIGTERM requests are still taken while /health says draining, "
+        "so that load balancers look elsewhere first.",
+    )
     drain_timeout_s: Seconds = Field(
         30.0, description="How long running requests may take to end after SIGTERM."
     )
@@ -110,6 +129,11 @@ class GatewaySettings(BaseSettings):
     )
     begin_turn_settle_s: Seconds = Field(
         5.0, description="How long a late answer is still awaited, so that its turn is ended."
+    )
+    over_budget: Literal["serve", "refuse"] = Field(
+        "serve",
+        description="A request for which the control plane's budget has no turn: serve it without "
+        "one, or refuse it with 429.",
     )
     end_turn_timeout_s: Seconds = Field(2.0, description="Deadline of one try of EndTurn.")
     end_turn_attempts: int = Field(
@@ -194,6 +218,13 @@ class GatewaySettings(BaseSettings):
                 "insecure_no_auth to serve everyone as tenant 'default'"
             )
         return self
+
+    @property
+    def tenant_limit(self) -> int:
+        """Most requests of one tenant that run at once."""
+        if self.max_tenant_requests is not None:
+            return self.max_tenant_requests
+        return self.max_requests if self.api_keys_file is None else -(-self.max_requests * 3 // 4)
 
     def client_options(self) -> ClientOptions:
         """How the control plane is reached. Raises ValueError for half of a key pair."""

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from kvshuttle.gateway import errors
+from kvshuttle.gateway import errors, report
 from kvshuttle.gateway.answer import ClientAnswer, ClientStalled
 from kvshuttle.gateway.body import without_kv_params
 from kvshuttle.gateway.dialects.responses import response_id
 from kvshuttle.gateway.legs import LegFailed
-from kvshuttle.gateway.metrics import reason_label
 from kvshuttle.gateway.placing import OUTCOMES, Placing, PrefillRefused
 from kvshuttle.gateway.sse import EventPassthrough
 from kvshuttle.gateway.stored import StoredResponse
@@ -32,6 +31,8 @@ log = structlog.get_logger(__name__)
 
 # A status that no client sees, for the log and the counter.
 STATUS_CLIENT_GONE = 499
+# How long a client may take to read that its answer is cut off, seconds.
+_LAST_WORDS_S = 1.0
 
 
 class TurnRun:
@@ -43,11 +44,12 @@ class TurnRun:
         # Set by the caller before it cancels because the client left.
         self.client_gone = False
         self._placing = Placing(services, request)
+        self._events: EventPassthrough | None = None
         self._answer = ClientAnswer(
             send,
             request.body.dialect,
             services.settings.client_stall_timeout_s,
-            self._own_headers,
+            lambda: report.headers(request, self._placing),
         )
 
     @property
@@ -78,6 +80,8 @@ class TurnRun:
         except asyncio.CancelledError:
             if self.client_gone:
                 outcome = self._cancelled()
+            else:
+                await self._cut_off()
             raise
         except ClientStalled:
             # Returning without a whole answer makes the server close the connection.
@@ -88,6 +92,21 @@ class TurnRun:
         finally:
             self._log(outcome)
             await self._placing.close(outcome)
+
+    async def _cut_off(self) -> None:
+        """Says that the gateway stops, to a client whose answer is not whole."""
+        answer, error = self._answer, errors.stopping()
+        if answer.ended:
+            return
+        try:
+            async with asyncio.timeout(_LAST_WORDS_S):
+                if not answer.started:
+                    await answer.error(error)
+                elif self._events is not None:
+                    event = self.request.body.dialect.error_event(error, self._events.last)
+                    await answer.body(event, more=False)
+        except (TimeoutError, ClientStalled):
+            log.warning("client_not_told", session=self.request.identity.session_id)
 
     def _cancelled(self) -> session.TurnOutcome.ValueType:
         self._answer.status = STATUS_CLIENT_GONE
@@ -115,15 +134,21 @@ class TurnRun:
 
     async def _relay_events(self, stream: DecodeStream) -> session.TurnOutcome.ValueType:
         dialect = self.request.body.dialect
-        events = EventPassthrough(dialect, self._placing.found)
+        events = self._events = EventPassthrough(dialect, self._placing.found)
         await self._answer.start(stream.status, stream.headers)
         broken: LegFailed | None = None
-        named = False
+        named = commented = False
         try:
             while (chunk := await stream.next_chunk()) is not None:
                 if ready := events.feed(chunk):
                     if not named:
                         named = self._note_response(ready, stream.url)
+                    if events.ended and self.request.wants_comment and not commented:
+                        self._placing.cost.decode = events.usage
+                        ready, commented = (
+                            report.last_comment(self.request, self._placing) + ready,
+                            True,
+                        )
                     await self._answer.body(ready, more=True)
                     if events.saw_data and self._placing.cost.time_to_first_token_s is None:
                         self._note_first_token(stream=True)
@@ -167,21 +192,6 @@ class TurnRun:
         self._placing.cost.time_to_first_token_s = elapsed
         label = "true" if stream else "false"
         self.services.metrics.time_to_first_token.labels(label).observe(elapsed)
-
-    def _own_headers(self) -> dict[str, str]:
-        """What happened, for the client to see."""
-        headers = {"x-kvshuttle-session": self.request.identity.session_id}
-        if self._placing.turn is not None:
-            headers["x-kvshuttle-turn"] = str(self._placing.turn.turn)
-            headers["x-kvshuttle-mode"] = self._placing.mode
-            headers["x-kvshuttle-reason"] = reason_label(self._placing.turn.plan.reason)
-        else:
-            headers["x-kvshuttle-mode"] = "none"
-            fallbacks = self._placing.fallbacks
-            headers["x-kvshuttle-reason"] = fallbacks[-1] if fallbacks else self._placing.reason
-        if self._placing.fallbacks:
-            headers["x-kvshuttle-fallback"] = ",".join(dict.fromkeys(self._placing.fallbacks))
-        return headers
 
     def _log(self, outcome: session.TurnOutcome.ValueType) -> None:
         request = self.request
