@@ -694,6 +694,15 @@ GATEWAY = Board(
                     "s",
                     quantiles("kvshuttle_gateway_begin_turn_duration_seconds"),
                 ),
+                Panel(
+                    "Refused",
+                    "429s by whose limit; requests over the control plane's budget.",
+                    "ops",
+                    (
+                        *rate("kvshuttle_gateway_refused_total", "reason"),
+                        *rate("kvshuttle_gateway_over_budget_total", "decision"),
+                    ),
+                ),
             ),
         ),
         Row(
