@@ -93,6 +93,8 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._mark: Callable[[], Fence] = lambda: None
         if role == KVConnectorRole.SCHEDULER:
             self._probe = engine_probe()
+            # Data-parallel engines step together: one that rests would keep the others waiting.
+            self._alone = vllm_config.parallel_config.data_parallel_size == 1
             scheduler = vllm_config.scheduler_config
             # Blocks that one step can take at most: a full batch of tokens, and one block more for
             # each running request that crosses a boundary.
@@ -263,6 +265,8 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Once a step: obey what came in, and keep enough blocks free for the next step."""
         self._tend(len(scheduler_output.num_scheduled_tokens))
+        if not scheduler_output.num_scheduled_tokens:
+            self._rest()
         return _StepMetadata(self._chunks(scheduler_output))
 
     def _chunks(self, output: SchedulerOutput) -> list[PushChunk]:
@@ -331,6 +335,14 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         except Exception:
             _log.exception("hook_failed", hook="tend")
         self._after_hook()
+
+    def _rest(self) -> None:
+        if self._agent is None or not self._alone:
+            return
+        try:
+            self._agent.rest(self._probe.has_input)
+        except Exception:
+            _log.exception("hook_failed", hook="rest")
 
     def _let_go(self) -> None:
         if self._agent is None:

@@ -516,6 +516,14 @@ class DestinationSide:
         return min(times, default=None)
 
     @property
+    def loading(self) -> bool:
+        """Whether a request waits for a read."""
+        return any(
+            load.ranks_left and not (load.told_failed or load.orphaned)
+            for load in self._loads.values()
+        )
+
+    @property
     def open_grants(self) -> list[Grant]:
         """Grants that are unused or in use."""
         return [*self._grants.values(), *self._eager.open_grants]

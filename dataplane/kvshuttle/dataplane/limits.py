@@ -30,6 +30,8 @@ __all__ = [
     "READ_STALL_NS",
     "RECONNECT_MAX_S",
     "RECONNECT_MIN_S",
+    "REST_LOOK_NS",
+    "REST_NS",
     "STOPPED_POLLING_NS",
     "UNHURRIED_EVENTS",
     "UNKNOWN_TURN_WAIT_NS",
@@ -68,6 +70,13 @@ layers, so nothing but its notice waits for it."""
 
 WRITE_STALL_NS = 5 * NS
 """As READ_STALL_NS: a layer of a chunk is some MB."""
+
+REST_NS = 25_000_000
+"""Longest pause of an engine that has nothing to compute and waits for KV. Without one it steps
+some hundred times a second and takes two cores. What it waits for ends the pause at once."""
+
+REST_LOOK_NS = 1_000_000
+"""How often it looks for input of its engine meanwhile: the longest that a new request waits."""
 
 STOPPED_POLLING_NS = 10 * NS
 """How long after a push's deadline a WRITE that does not end is asked after: its destination is

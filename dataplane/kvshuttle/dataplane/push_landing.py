@@ -313,6 +313,11 @@ class LandingSide:
         ]
 
     @property
+    def awaited(self) -> bool:
+        """Whether a request waits for its landing zone."""
+        return any(not (x.done or x.told_failed or x.orphaned) for x in self._by_lease.values())
+
+    @property
     def grants(self) -> list[Grant]:
         """Of every landing zone that is waited for, to count them longer."""
         return [x.grant for x in self._by_lease.values()]

@@ -14,11 +14,12 @@ from dataclasses import dataclass, field
 
 from kvshuttle.dataplane import journal
 from kvshuttle.dataplane import messages as m
-from kvshuttle.dataplane.clock import Clock
+from kvshuttle.dataplane.clock import NS, Clock
 from kvshuttle.dataplane.counters import Counters
 from kvshuttle.dataplane.destination import DestinationSide
 from kvshuttle.dataplane.eager import EagerSide
 from kvshuttle.dataplane.holds import BlockStore, HoldTable
+from kvshuttle.dataplane.limits import REST_LOOK_NS, REST_NS
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.outbox import Outbox
 from kvshuttle.dataplane.push_landing import LandingSide
@@ -145,6 +146,7 @@ class SchedulerAgent:
             self._holds, self._turns, self.source, outbox, clock, block_size, self.eager.peers
         )
         self._inbox: deque[InboxItem] = deque()
+        self._news = threading.Event()
         self._obeying = threading.Lock()
         self._generation = 0
         self._highest_epoch = 0
@@ -160,6 +162,7 @@ class SchedulerAgent:
     def post(self, item: InboxItem) -> None:
         """Queues something for the scheduler thread; the caller wakes the engine."""
         self._inbox.append(item)
+        self._news.set()
 
     def end_stream(self, life: StreamLife) -> None:
         """When it returns, no command of the stream is being obeyed, nor will be: what the next
@@ -213,6 +216,7 @@ class SchedulerAgent:
     def drain(self) -> None:
         """Applies what waits in the inbox. One bad item must not stop the engine or the rest."""
         self.source.settle_reused()
+        self._news.clear()
         while self._inbox:
             item = self._inbox.popleft()
             try:
@@ -320,6 +324,17 @@ class SchedulerAgent:
             entry.remaining.FromNanoseconds(max(0, grant.deadline_ns - now))
             leases.append(entry)
         return leases
+
+    def rest(self, has_input: Callable[[], bool]) -> None:
+        """Nothing is to be computed in this step. If requests wait for their KV, vLLM's loop would
+        step on and on until it is there, on a core that prefill may need: so it waits here, until
+        something is heard, the engine has input, or a moment has passed."""
+        if not (self.landings.awaited or self.destination.loading):
+            return
+        for _ in range(REST_NS // REST_LOOK_NS):
+            if self._news.is_set() or has_input():
+                return
+            self._news.wait(REST_LOOK_NS / NS)
 
     def make_room(self, wanted_free: int) -> None:
         """Lets replicas go until so many blocks are free, or no hard replica is left."""

@@ -227,6 +227,8 @@ class EngineProbe:
 
     wake: Callable[[], None]
     """Makes an idle engine look at its scheduler; any thread."""
+    has_input: Callable[[], bool]
+    """Whether something waits for the engine to look at its input; its own thread."""
     request_counts: Callable[[], tuple[int, int]]
     """(running, waiting); any thread, may be slightly stale."""
 
@@ -255,13 +257,16 @@ def engine_probe() -> EngineProbe:
         if core is not None:
             core.input_queue.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
+    def has_input() -> bool:
+        return core is not None and not core.input_queue.empty()
+
     def counts() -> tuple[int, int]:
         if scheduler is None:
             return 0, 0
         running, waiting = scheduler.get_request_counts()
         return int(running), int(waiting)
 
-    return EngineProbe(wake, counts)
+    return EngineProbe(wake, has_input, counts)
 
 
 def finished_state(request: Request, block_ids: Sequence[int], block_size: int) -> FinishedRequest:

@@ -70,6 +70,7 @@ def test_no_hook_of_the_scheduler_raises(agent: Any) -> None:
     connector._mover = None
     connector._block_size = 32
     connector._step_blocks = 8
+    connector._alone = True
     request: Any = SimpleNamespace(request_id="r", kv_transfer_params=PARAMS, num_tokens=64)
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
     failed: Any = SimpleNamespace(failed_recving={"r"})
@@ -77,6 +78,7 @@ def test_no_hook_of_the_scheduler_raises(agent: Any) -> None:
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     connector.update_state_after_alloc(request, blocks, 32)
     connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"r": 1}))
+    connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={}))
     assert connector.has_pending_push_work() is False
     connector.update_connector_output(failed)
     assert connector.request_finished_all_groups(request, ([1, 2],)) == (False, None)

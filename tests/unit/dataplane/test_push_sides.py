@@ -9,6 +9,7 @@ import pytest
 
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS
+from kvshuttle.dataplane.limits import REST_LOOK_NS, REST_NS
 from kvshuttle.dataplane.push_source import Scheduled
 from kvshuttle.dataplane.scheduler import FinishedRequest, StreamDown, Tick
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
@@ -704,3 +705,47 @@ def test_without_a_grant_the_leg_offers_what_it_leaves_as_ever() -> None:
     bench.step(0, 165)
     bench.finish()
     assert len(bench.out.take("offered")) == 1
+
+
+# -- an engine that only waits -------------------------------------------------------------------
+
+
+def test_an_engine_that_only_waits_for_kv_rests_until_it_hears_something() -> None:
+    """Else it would step on and on, on cores that prefill may need: 3.5 times slower here."""
+    bench = Decode()
+    looks: list[int] = []
+
+    def has_input() -> bool:
+        looks.append(1)
+        return False
+
+    bench.agent.rest(has_input)
+    assert not looks  # nobody waits
+    bench.land()
+    bench.agent.rest(has_input)
+    assert len(looks) == REST_NS // REST_LOOK_NS
+    looks.clear()
+    bench.agent.rest(lambda: True)  # a request has come
+    bench.agent.post(ended(True))
+    bench.agent.rest(has_input)
+    assert not looks
+    bench.end_hook()
+    bench.agent.rest(has_input)
+    assert not looks
+
+
+def test_so_does_one_that_waits_for_a_read() -> None:
+    bench = Decode()
+    bench.obey(writer_stopped=agent_pb2.WriterStopped(lease_id="l1", pull_follows=True))
+    forward(bench, chain(5))
+    assert bench.ask() == 4 * BLOCK
+    bench.agent.allocated("r", bench.key, range(20, 26), 4 * BLOCK)
+    bench.end_hook()
+    looks: list[int] = []
+    bench.agent.rest(lambda: bool(looks.append(1)))  # type: ignore[func-returns-value]
+    assert looks
+    bench.agent.post(m.ReadEnded("r", "l2", True, "", 1_000, 5))
+    bench.end_hook()
+    looks.clear()
+    bench.agent.rest(lambda: bool(looks.append(1)))  # type: ignore[func-returns-value]
+    assert not looks
