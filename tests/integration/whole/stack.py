@@ -65,7 +65,9 @@ class ObedientAgent(Agent):
             case "expect_turn":
                 turn = command.expect_turn
                 self.expected.append(turn)
-                if not (turn.lease_id or turn.lease_follows):
+                if turn.HasField("push"):
+                    await self._push(turn)
+                elif not (turn.lease_id or turn.lease_follows):
                     await self._compute(turn)
             case "harden":
                 self.hardens.append(command.harden)
@@ -105,9 +107,41 @@ class ObedientAgent(Agent):
             hashes(turn.session_id, blocks), turn.session_id, turn.turn_token, turn.leg
         )
 
+    async def _push(self, turn: pb.ExpectTurn) -> None:
+        """Decode offers where prefill is to write; prefill computes, and writes when granted."""
+        if turn.leg == types.LEG_PREFILL:
+            await self._compute(turn)
+            return
+        chain = hashes(turn.session_id, BLOCKS_OF_A_TURN * turn.turn)
+        await self.say(
+            hardened=pb.LeaseHardened(
+                lease_id=turn.push.lease_id,
+                version=turn.push.version,
+                blocks=types.BlockDescriptors(
+                    range=types.BlockRange(end=len(chain)),
+                    block_ids=range(1, len(chain) + 1),
+                    hashes=b"".join(chain),
+                    hash_size=32,
+                ),
+            )
+        )
+
+    async def _written(self, grant: pb.Grant, blocks: int) -> None:
+        """All of a landing zone is written."""
+        stopped = pb.LeaseStopped(
+            lease_id=grant.lease_id, outcome=pb.TRANSFER_OUTCOME_PUBLISHED, is_source=True
+        )
+        stopped.stats.blocks = blocks
+        stopped.stats.bytes = blocks * self.hello.bytes_per_block
+        stopped.stats.transfer_time.FromMilliseconds(5)
+        await self.say(stopped=stopped)
+
     async def _take(self, grant: pb.Grant) -> None:
         outcome = self.outcome_of(grant)
         blocks = grant.blocks.range.end
+        if grant.push:
+            await self._written(grant, blocks)
+            return
         if outcome == pb.TRANSFER_OUTCOME_PUBLISHED:
             await self.publish(grant.lease_id, blocks)
             self.counters.transfers_completed += 1
@@ -199,7 +233,7 @@ async def running_stack(
                 (prefill, "p", types.WORKER_ROLE_PREFILL),
                 (decode, "d", types.WORKER_ROLE_DECODE),
             ):
-                agent = ObedientAgent(cluster.agents_channel, name, role, url=engine.url)
+                agent = ObedientAgent(cluster.agents_channel, name, role, url=engine.url, push=True)
                 agents[name] = agent
                 if tracing is not None:
                     agent.traces = AgentTraces(tracing(name), name)

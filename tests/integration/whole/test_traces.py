@@ -83,23 +83,29 @@ def done(least: int, found: tuple[int, list[str]]) -> bool:
 
 
 async def ask(
-    stack: Stack, headers: dict[str, str], *, returns: int = 0, stream: bool = True
+    stack: Stack,
+    headers: dict[str, str],
+    *,
+    returns: int = 0,
+    stream: bool = True,
+    writer: str = "d",
 ) -> None:
-    """A turn whose engines answer when KV has come to them: so many returns, and one forward."""
+    """A turn whose engines answer when KV has come to them: so many returns, and one forward,
+    which is granted to decode, or to prefill where that writes."""
     known = {name: len(agent.grants) for name, agent in stack.agents.items()}
     state = stack.cluster.server.registry.state
     gates = {"p": asyncio.Event(), "d": asyncio.Event()}
     stack.prefill.script.before_answer = gates["p"]
     stack.decode.script.before_answer = gates["d"]
     asking = asyncio.create_task(stack.gateway.chat(headers=headers, messages=LONG, stream=stream))
-    for name, more in (("p", returns), ("d", 1)):
+    for gate, name, more in (("p", "p", returns), ("d", writer, 1)):
 
         async def taken(name: str = name) -> tuple[int, list[str]]:
             return len(stack.agents[name].grants), state.open_leases
 
         least = known[name] + more
         await eventually(taken, partial(done, least))
-        gates[name].set()
+        gates[gate].set()
     assert (await asking).status_code == 200
 
 
@@ -192,6 +198,20 @@ async def test_what_returns_after_a_turn_belongs_to_the_turn_that_left_it(tmp_pa
         and span.attributes["kvshuttle.direction"] == "RETURN"
     )
     assert service(returned) == "p"
+
+
+async def test_what_is_pushed_is_traced_by_its_writer(tmp_path: Path) -> None:
+    collector = Collector()
+    lazy = dataclasses.replace(Limits(), eager=False, forward="push")
+    async with running_stack(tmp_path, lazy, tracing=collector) as stack:
+        await ask(stack, HEADERS, writer="p")
+        spans = await collector.until(TRACE, [*TURN, "kvshuttle.lease", "kvshuttle.transfer"])
+    assert parents(spans) >= {
+        ("gateway", "gateway.prefill", "gateway.request"),
+        ("gateway", "gateway.decode", "gateway.request"),
+        ("controlplane", "lease", "BeginTurn"),
+        ("p", "transfer", "lease"),
+    }
 
 
 async def test_what_fails_is_marked(tmp_path: Path) -> None:

