@@ -516,10 +516,10 @@ class DestinationSide:
         return min(times, default=None)
 
     @property
-    def loading(self) -> bool:
-        """Whether a request waits for a read."""
-        return any(
-            load.ranks_left and not (load.told_failed or load.orphaned)
+    def loading(self) -> int:
+        """How many requests wait for a read."""
+        return sum(
+            load.ranks_left > 0 and not (load.told_failed or load.orphaned)
             for load in self._loads.values()
         )
 

@@ -15,6 +15,7 @@ __all__ = [
     "EAGER_REMEMBERED",
     "EVENTS_BYTES",
     "LANDING_WAIT_NS",
+    "LONG_REST_NS",
     "MAX_CLOSED_PUSHES",
     "MAX_EVENTS_A_MESSAGE",
     "MAX_MESSAGE_BYTES",
@@ -74,6 +75,10 @@ WRITE_STALL_NS = 5 * NS
 REST_NS = 25_000_000
 """Longest pause of an engine that has nothing to compute and waits for KV. Without one it steps
 some hundred times a second and takes two cores. What it waits for ends the pause at once."""
+
+LONG_REST_NS = 10 * NS
+"""The same where nothing but KV is waited for: vLLM's workers look for their next step in a tight
+loop for a second after each, so only fewer steps than that let them rest too."""
 
 REST_LOOK_NS = 1_000_000
 """How often it looks for input of its engine meanwhile: the longest that a new request waits."""

@@ -313,9 +313,9 @@ class LandingSide:
         ]
 
     @property
-    def awaited(self) -> bool:
-        """Whether a request waits for its landing zone."""
-        return any(not (x.done or x.told_failed or x.orphaned) for x in self._by_lease.values())
+    def awaited(self) -> int:
+        """How many requests wait for their landing zones."""
+        return sum(not (x.done or x.told_failed or x.orphaned) for x in self._by_lease.values())
 
     @property
     def grants(self) -> list[Grant]:

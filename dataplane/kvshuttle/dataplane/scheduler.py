@@ -19,7 +19,7 @@ from kvshuttle.dataplane.counters import Counters
 from kvshuttle.dataplane.destination import DestinationSide
 from kvshuttle.dataplane.eager import EagerSide
 from kvshuttle.dataplane.holds import BlockStore, HoldTable
-from kvshuttle.dataplane.limits import REST_LOOK_NS, REST_NS
+from kvshuttle.dataplane.limits import LONG_REST_NS, REST_LOOK_NS, REST_NS
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.outbox import Outbox
 from kvshuttle.dataplane.push_landing import LandingSide
@@ -329,9 +329,13 @@ class SchedulerAgent:
         """Nothing is to be computed in this step. If requests wait for their KV, vLLM's loop would
         step on and on until it is there, on a core that prefill may need: so it waits here, until
         something is heard, the engine has input, or a moment has passed."""
-        if not (self.landings.awaited or self.destination.loading):
+        awaited = self.landings.awaited + self.destination.loading
+        if not awaited:
             return
-        for _ in range(REST_NS // REST_LOOK_NS):
+        running, waiting = self._counts()
+        # Who waits for something else (blocks, a grant, a grammar) must be looked at again soon.
+        alone = not running and waiting <= awaited
+        for _ in range((LONG_REST_NS if alone else REST_NS) // REST_LOOK_NS):
             if self._news.is_set() or has_input():
                 return
             self._news.wait(REST_LOOK_NS / NS)

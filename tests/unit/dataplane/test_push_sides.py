@@ -722,8 +722,20 @@ def test_an_engine_that_only_waits_for_kv_rests_until_it_hears_something() -> No
     bench.agent.rest(has_input)
     assert not looks  # nobody waits
     bench.land()
+    # Another request waits, for something else: it is soon looked at.
+    bench.agent._counts = lambda: (0, 2)
     bench.agent.rest(has_input)
     assert len(looks) == REST_NS // REST_LOOK_NS
+    # Nobody else does.
+    bench.agent._counts = lambda: (0, 1)
+    looks.clear()
+
+    def has_input_later() -> bool:
+        looks.append(1)
+        return len(looks) > 2 * REST_NS // REST_LOOK_NS
+
+    bench.agent.rest(has_input_later)
+    assert len(looks) == 2 * REST_NS // REST_LOOK_NS + 1
     looks.clear()
     bench.agent.rest(lambda: True)  # a request has come
     bench.agent.post(ended(True))
@@ -742,6 +754,7 @@ def test_so_does_one_that_waits_for_a_read() -> None:
     bench.agent.allocated("r", bench.key, range(20, 26), 4 * BLOCK)
     bench.end_hook()
     looks: list[int] = []
+    bench.agent._counts = lambda: (0, 2)
     bench.agent.rest(lambda: bool(looks.append(1)))  # type: ignore[func-returns-value]
     assert looks
     bench.agent.post(m.ReadEnded("r", "l2", True, "", 1_000, 5))
