@@ -7,6 +7,7 @@ import json
 from typing import TYPE_CHECKING
 
 import pytest
+from google.rpc import code_pb2  # type: ignore[import-untyped, unused-ignore]
 
 from kvshuttle.v1 import session_service_pb2 as session
 from kvshuttle.v1 import types_pb2 as types
@@ -15,6 +16,7 @@ from tests.integration.gateway.fake_control_plane import (
     NO_WORKER,
     PERMISSION_DENIED,
     FakeControlPlane,
+    status,
     worker,
 )
 from tests.integration.gateway.fake_engine import (
@@ -445,3 +447,16 @@ async def test_no_engine_reachable_is_a_502(
     assert response.json()["error"]["code"] == "engine_unreachable"
     await eventually(lambda: len(control.ends) == 2, "two EndTurns")
     assert {outcome for _, outcome in control.outcomes()} == {FAILED}
+
+
+async def test_an_end_that_the_connection_lost_is_sent_again(
+    gateway: RunningGateway, control: FakeControlPlane
+) -> None:
+    """gRPC gives calls up by itself, when thousands end at once."""
+    lost = [status(code, "") for code in (code_pb2.CANCELLED, code_pb2.INTERNAL)]
+    control.refuse_ends = lost
+    await gateway.chat()
+    await eventually(lambda: control.ends, "EndTurn")
+    assert len({one.request_id for one in control.end_tries}) == 1
+    assert len(control.end_tries) == 3
+    assert await gateway.metric("kvshuttle_gateway_end_turn_failures_total") == 0

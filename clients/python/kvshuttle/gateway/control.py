@@ -53,6 +53,10 @@ _BACKOFF_LAST_S = 5.0
 
 _RETRIABLE = (UnavailableError, DeadlineExceededError, AbortedError, ResourceExhaustedError)
 
+# Without a reason these are no word of the control plane's: a connection that broke, or was so busy
+# that gRPC gave the call up.
+_BROKEN = ("CANCELLED", "INTERNAL", "UNKNOWN")
+
 State = Literal["unknown", "ok", "down"]
 
 
@@ -80,6 +84,10 @@ class BegunTurn:
     def response(self) -> session.BeginTurnResponse:
         """The answer; only for a turn that `begin` returned."""
         return self.call.result()
+
+
+def _may_be_repeated(error: KVShuttleError) -> bool:
+    return isinstance(error, _RETRIABLE) or (not error.reason and error.code.name in _BROKEN)
 
 
 class ControlPlane:
@@ -253,7 +261,7 @@ class ControlPlane:
                 )
             except KVShuttleError as error:
                 last = attempt == self._settings.end_turn_attempts
-                if last or not isinstance(error, _RETRIABLE):
+                if last or not _may_be_repeated(error):
                     self._metrics.end_turn_failures.inc()
                     bound.warning(
                         "end_turn_failed", code=error.code.name, reason=error.reason, tries=attempt
