@@ -54,8 +54,8 @@ def test_a_fork_gets_its_parents_prefix(cluster: Cluster, oracle: Oracle) -> Non
     talk = parent(cluster, oracle, "fork-parent", seed=90)
     held = max(r.num_tokens for r in cluster.view.session(talk.session).replicas)
     forks = []
-    for name in ("fork-one", "fork-two"):
-        messages = [*talk.messages, user(text(100, seed=len(name) + 9_000))]
+    for number, name in enumerate(("fork-one", "fork-two")):
+        messages = [*talk.messages, user(text(100, seed=9_000 + number))]
         before = cluster.returned_tokens()
         answer = cluster.client.ask(messages, session=name, max_tokens=MAX_TOKENS)
         oracle.check(answer, messages)
@@ -69,7 +69,8 @@ def test_a_fork_gets_its_parents_prefix(cluster: Cluster, oracle: Oracle) -> Non
         cluster.forget_prefill()
     # The history's last answer may be split into other tokens when it comes back as text.
     assert min(forks) >= held - 2 * BLOCK
-    assert max(forks) <= held
+    # The second begins as the first does for some tokens more: what the template puts there.
+    assert max(forks) <= held + BLOCK
     # The parent goes on as if nothing had been.
     assert turn(cluster, oracle, talk) >= held - 2 * BLOCK
 
