@@ -176,10 +176,20 @@ RETENTION = (
         "hardens_beyond_what_stayed",
         "a block that is computed again is not hardened",
         AGENT + "source.py",
-        "replica.hashes[start : min(end, replica.available)]:",
-        "replica.hashes[start:end]:",
+        "range(start, min(end, replica.available, len(replica.soft_ids))):",
+        "range(start, min(end, len(replica.soft_ids))):",
         (
             "tests/unit/dataplane/test_hazards.py::test_a_block_that_is_being_computed_again_is_not_hardened",
+        ),
+    ),
+    Mutant(
+        "hardens_anothers_block",
+        "a soft replica is hardened where it lies",
+        AGENT + "source.py",
+        "            found.append(replica.soft_ids[index])\n",
+        "            found.append(self._store.lookup(replica.hashes[index]))\n",
+        (
+            "tests/unit/dataplane/test_hazards.py::test_a_soft_replica_is_hardened_where_it_lies_and_not_where_its_hash_is_found",
         ),
     ),
     Mutant(

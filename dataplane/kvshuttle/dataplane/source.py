@@ -42,6 +42,8 @@ class Replica:
     hold: Hold | None
     expires_ns: int
     available: int = -1
+    # Where its blocks lay when it turned soft, and stay until they are reused, which is told.
+    soft_ids: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.available < 0:
@@ -422,13 +424,12 @@ class SourceSide:
         if replica.hold is not None:
             return list(replica.hold.block_ids[start:end])
         found: list[int] = []
-        # Beyond what has stayed, the cache may have a block anew that the step which runs now has
-        # yet to fill: vLLM caches a block when it schedules it.
-        for block_hash in replica.hashes[start : min(end, replica.available)]:
-            block_id = self._store.lookup(block_hash)
-            if block_id is None:
+        # Its own blocks, not what the cache finds under their hashes: vLLM caches a block when it
+        # schedules it, so that may be another one that the step which runs now has yet to fill.
+        for index in range(start, min(end, replica.available, len(replica.soft_ids))):
+            if self._store.lookup(replica.hashes[index]) is None:
                 break
-            found.append(block_id)
+            found.append(replica.soft_ids[index])
         return found
 
     def _of_session(self, tenant: str, session_id: str) -> list[Replica]:
@@ -450,6 +451,7 @@ class SourceSide:
 
     def _watch(self, replica: Replica, hold: Hold) -> None:
         """Gives up a hold, but wants to hear when its blocks are reused."""
+        replica.soft_ids = hold.block_ids
         for index, block_id in enumerate(hold.block_ids):
             others = self._owners.get(block_id, ())
             # Those that are gone, or too short to count on it, are dropped on the way.

@@ -150,3 +150,15 @@ def test_a_block_that_is_being_computed_again_is_not_hardened(bench: Bench) -> N
     bench.harden(hashes)
     (hardened,) = bench.out.take("hardened")
     assert list(hardened.blocks.block_ids) == [10, 11, 12, 13]
+
+
+def test_a_soft_replica_is_hardened_where_it_lies_and_not_where_its_hash_is_found(
+    bench: Bench,
+) -> None:
+    """Found by the simulation: another request computes the same prompt, vLLM has cached its block
+    already, found first, and the step that fills it still runs."""
+    soft_replica(bench, chain(4))
+    bench.pool.cache[chain(4)[2]] = 77
+    bench.harden(chain(4))
+    (hardened,) = bench.out.take("hardened")
+    assert list(hardened.blocks.block_ids) == [10, 11, 12, 13]
