@@ -66,7 +66,7 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 
 # ----------------------------------------------------------------------------------- tests
 
-.PHONY: test test-fast lint dashboards reference proto sim sim-exhaustive soak mutants bench-controlplane bench-idle bench-planner bench-retention bench-ttft clean
+.PHONY: test test-fast lint dashboards reference proto sim sim-exhaustive soak mutants bench-controlplane bench-gateway bench-idle bench-planner bench-retention bench-ttft clean
 test: model frameworks lint ## lint and all tests, those on real engines too
 	@$(BIN)/python -m pytest tests --durations=15 $(ARGS)
 
@@ -114,6 +114,9 @@ mutants: $(VENV)/.dev ## breaks each rule of the lease protocol in turn: does a 
 
 bench-controlplane: $(VENV)/.dev ## turns, renewals and sessions of one control plane; QUICK=1, TRACES=path
 	@$(BIN)/python -m benchmarks.controlplane $(if $(QUICK),--quick) $(if $(TRACES),--traces $(TRACES)) $(ARGS)
+
+bench-gateway: $(VENV)/.dev ## what the gateway adds to a bare engine, vllm-router beside it; QUICK=1
+	@$(BIN)/python -m benchmarks.gateway $(if $(QUICK),--quick) $(ARGS)
 
 bench-idle: model ## what an idle engine that holds ten sessions costs
 	@$(BIN)/python -m benchmarks.idle_cpu --model $(MODELS)/tiny $(ARGS)
