@@ -1,1 +1,1 @@
-"""What the gateway itself costs: to the first token, a token, and in requests a second of a core."""
+"""What the gateway costs: to the first token, a token, and in requests a second of one core."""

@@ -13,6 +13,7 @@ import httpx
 
 from kvshuttle.gateway.dialects import DIALECTS
 from kvshuttle.gateway.liveness import Liveness
+from kvshuttle.gateway.spread import SpreadTransport
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -73,10 +74,8 @@ class EngineHttp:
             trust_env=False,
             follow_redirects=False,
             headers=self._auth,
-            limits=httpx.Limits(
-                max_connections=None,
-                max_keepalive_connections=256,
-                keepalive_expiry=settings.engine_keepalive_s,
+            transport=SpreadTransport(
+                keepalive_expiry_s=settings.engine_keepalive_s, idle_connections=1_024
             ),
         )
 
