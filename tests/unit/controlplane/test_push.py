@@ -204,6 +204,20 @@ def test_prefill_ends_as_its_grant_is_on_the_way_and_what_it_holds_goes_with_the
     assert [x.head_hash for x in world.told(world.p, c.ReleaseReplica)] == [bytes([20])]
 
 
+@pytest.mark.parametrize("outcome", [PUBLISHED, FAILED])
+def test_what_prefill_leaves_after_the_push_has_ended_is_read_by_nobody(
+    outcome: TransferOutcome,
+) -> None:
+    world = Pair()
+    world.land()
+    world.ends(world.p, TransferOutcome.WRITTEN, is_source=True)
+    world.ends(world.d, outcome, is_source=False)
+    world.offer(world.p, 20, world.turn, Leg.PREFILL)
+    assert not world.told(world.p, c.Harden)
+    assert [x.head_hash for x in world.told(world.p, c.ReleaseReplica)] == [bytes([20])]
+    assert [x.lease_id for x in world.state.leases.values()] == [world.push.lease_id]
+
+
 def test_decode_that_wants_no_push_gets_no_read_either() -> None:
     world = Pair()
     world.agent(world.d, "refused", world.push.lease_id, "LOCAL_HIT")

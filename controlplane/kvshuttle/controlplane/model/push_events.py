@@ -160,7 +160,8 @@ def same_process(w: Work, ref: WorkerRef, named: WorkerRef) -> bool:
 
 
 def declined(w: Work, lease: Lease) -> None:
-    """Decode takes no push for this turn, nor would it read: it has what it needs, or cannot."""
+    """Decode takes no (more) push for this turn, nor would it read: it has what it needs, cannot,
+    or computes."""
     if lease.turn_token in w.state.turns:
         w.state.push_declined.add(lease.turn_token)
 
@@ -237,6 +238,8 @@ def _writer_stopped(w: Work, lease: Lease, report: StopReport) -> None:
 
 def _landing_stopped(w: Work, lease: Lease, report: StopReport) -> None:
     published = report.outcome is TransferOutcome.PUBLISHED
+    if lease.end_reason != PULLED:
+        declined(w, lease)
     if lease.open:
         state, reason = _final(lease, report)
         if lease.state is LeaseState.PENDING:
@@ -245,7 +248,6 @@ def _landing_stopped(w: Work, lease: Lease, report: StopReport) -> None:
             reason = reason or "STOPPED_BEFORE_GRANT"
             lease = lease.ended(state, reason, w.now_ns, report.stats).with_reader_stopped()
             w.put_lease(lease)
-            declined(w, lease)
             tell_landing(w, lease)
             return
         lease = lease.ended(state, reason, w.now_ns, report.stats)

@@ -106,7 +106,7 @@ class State:
     eager_waiting: dict[str, dict[SessionKey, tuple[int, bytes]]] = field(
         default_factory=lambda: defaultdict(dict)
     )
-    # Turns whose decode leg has said that it takes no push: nothing of theirs is read either.
+    # Turns whose decode leg takes no (more) push, as it has said: nothing of theirs is read either.
     push_declined: set[str] = field(default_factory=set)
     # Landing zones under leases that are not in the books: (writer, who holds it), by lease.
     orphans: dict[str, tuple[WorkerRef, WorkerRef]] = field(default_factory=dict)
