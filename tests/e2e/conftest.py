@@ -234,7 +234,12 @@ def cluster(
         decode_urls=[decode.url],
     )
     stack.start(gateway)
-    with ControlPlaneView(control_plane.target) as view, ChatClient(gateway.url) as client:
+    with (
+        ControlPlaneView(control_plane.target) as view,
+        # What comes back is what is tested, not whether it pays: the tiny model computes a hundred
+        # tokens sooner than a busy machine moves them, and the planner learns that.
+        ChatClient(gateway.url, returns="always") as client,
+    ):
         yield Cluster(
             stack, control_plane, prefill, decode, gateway, view, client, free_blocks(view), logs
         )

@@ -47,10 +47,21 @@ def user(text: str) -> Message:
 
 
 class ChatClient:
-    """Talks to one base URL, a gateway's or an engine's. Greedy unless told otherwise."""
+    """Talks to one base URL, a gateway's or an engine's. Greedy unless told otherwise.
 
-    def __init__(self, url: str, *, model: str = "model", timeout_s: float = TIMEOUT_S) -> None:
+    `returns` is what it asks for where a request does not say.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        model: str = "model",
+        timeout_s: float = TIMEOUT_S,
+        returns: str | None = None,
+    ) -> None:
         self.url = url
+        self._returns = returns
         self._model = model
         self._http = httpx.Client(base_url=url, timeout=timeout_s, trust_env=False)
 
@@ -100,6 +111,8 @@ class ChatClient:
         sent = dict(headers or {})
         if session is not None:
             sent[SESSION_HEADER] = session
+        if returns is None:
+            returns = self._returns
         if returns is not None:
             sent[RETURN_HEADER] = returns
         body = self.body(messages, max_tokens=max_tokens, **parameters)
