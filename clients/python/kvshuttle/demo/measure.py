@@ -75,7 +75,8 @@ class Conversation:
     def run(self, turns: int) -> Iterator[TurnResult]:
         """Yields each turn as it is done. Raises httpx.HTTPError and grpc.RpcError."""
         with (
-            ChatClient(self._cluster.gateway.url, model=MODEL_NAME) as gateway,
+            # What a return does is what is shown, so no turn may do without where that is cheaper.
+            ChatClient(self._cluster.gateway.url, model=MODEL_NAME, returns="always") as gateway,
             ChatClient(self._cluster.plain.url, model=MODEL_NAME) as plain,
             ControlPlaneView(self._cluster.control_plane.target) as view,
         ):
