@@ -68,15 +68,15 @@ class Conversation:
     def __init__(self, cluster: DemoCluster) -> None:
         self._cluster = cluster
         run = uuid.uuid4().hex[:8]
-        self._with = _Way(f"demo-with-{run}", "auto")
+        # What a return does is what is shown, so no turn may do without where that is cheaper.
+        self._with = _Way(f"demo-with-{run}", "always")
         self._without = _Way(f"demo-without-{run}", "never")
         self._messages: list[Message] = [{"role": "system", "content": script.SYSTEM}]
 
     def run(self, turns: int) -> Iterator[TurnResult]:
         """Yields each turn as it is done. Raises httpx.HTTPError and grpc.RpcError."""
         with (
-            # What a return does is what is shown, so no turn may do without where that is cheaper.
-            ChatClient(self._cluster.gateway.url, model=MODEL_NAME, returns="always") as gateway,
+            ChatClient(self._cluster.gateway.url, model=MODEL_NAME) as gateway,
             ChatClient(self._cluster.plain.url, model=MODEL_NAME) as plain,
             ControlPlaneView(self._cluster.control_plane.target) as view,
         ):
