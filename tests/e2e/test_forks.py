@@ -80,7 +80,9 @@ def test_a_short_turn_runs_at_decode_alone(cluster: Cluster, oracle: Oracle) -> 
     turn(cluster, oracle, talk, words=400)
     computed = cluster.prefill.metrics().total(PROMPT_TOKENS)
     messages = talk.say(20)
-    answer = cluster.client.ask(messages, session=talk.session, max_tokens=MAX_TOKENS)
+    answer = cluster.client.ask(
+        messages, session=talk.session, max_tokens=MAX_TOKENS, returns="auto"
+    )
     talk.heard(answer)
     oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
     assert answer.headers["x-kvshuttle-mode"] == "direct"

@@ -26,6 +26,7 @@ from kvshuttle.controlplane.model.terms import (
     WorkerRef,
     WorkerRole,
 )
+from kvshuttle.controlplane.planner import Planner
 from kvshuttle.dataplane.checkpoints import checkpoints
 from tests.unit.controlplane.test_prefixes import chain
 from tests.unit.controlplane.world import World
@@ -301,3 +302,16 @@ def test_a_session_that_leaves_a_worker_for_both_leaves_its_replica_there() -> N
     world.stop(two, order.lease_id)
     assert world.lease(order.lease_id).state is LeaseState.COMPLETED
     assert world.told(one, c.ReleaseReplica) == []
+
+
+@pytest.mark.parametrize("policy", [ReturnPolicy.AUTO, ReturnPolicy.ALWAYS])
+def test_what_does_not_pay_is_moved_only_for_who_wants_all_of_it(
+    world: World, policy: ReturnPolicy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Planner, "cheaper_to_move", lambda *_: False)
+    prefill, decode = refs(world)
+    turn = world.begin(key=B, policy=policy)
+    ask(world, prefill, turn, chain("y", 60, chain("x", 37)))
+    assert bool(world.told(decode, c.Harden)) == (policy is ReturnPolicy.ALWAYS)
+    if policy is ReturnPolicy.AUTO:
+        assert refused(world, prefill, turn) == "NO_PREFIX"

@@ -50,7 +50,7 @@ def wanted(w: Work, ref: WorkerRef, report: PrefixReport) -> None:
     ):
         return  # asked again
     direction = Direction.FORWARD if alone else Direction.RETURN
-    found = _longest(w, key, reader, report)
+    found = _longest(w, key, reader, report, always=turn.always)
     if found is None:
         why_not = NO_PREFIX
     else:
@@ -77,7 +77,7 @@ def wanted(w: Work, ref: WorkerRef, report: PrefixReport) -> None:
 
 
 def _longest(
-    w: Work, key: SessionKey, reader: Worker, report: PrefixReport
+    w: Work, key: SessionKey, reader: Worker, report: PrefixReport, *, always: bool
 ) -> tuple[SessionKey, Replica, int] | None:
     """The session and the replica that share the longest prefix with a request, and so many blocks
     of it as it can use at most."""
@@ -95,7 +95,7 @@ def _longest(
         if source is None or not source.ready or source.ref == reader.ref:
             continue
         missing = shared - report.have_blocks
-        if not w.planner.cheaper_to_move(missing * size, missing, source, reader):
+        if not always and not w.planner.cheaper_to_move(missing * size, missing, source, reader):
             continue
         index.used(holder)
         # Up to the next checkpoint, which is not equal any more, they may still be.

@@ -108,6 +108,8 @@ class Turn(Struct, frozen=True, array_like=True, gc=False):
     request_id: str = ""
     asked_tokens: int = 0
     """The caller's guess of the prompt's length; 0 for none."""
+    always: bool = False
+    """The caller wants what can be moved moved, whether it pays or not."""
 
     @property
     def running(self) -> bool:

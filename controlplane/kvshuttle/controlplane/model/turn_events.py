@@ -128,6 +128,7 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
         retention_ns=retention_events.hold_ns(w, session),
         request_id=ask.request_id,
         asked_tokens=ask.prompt_tokens,
+        always=ask.policy is ReturnPolicy.ALWAYS,
     )
     rates = w.planner.rates
     if prefill is not None:
