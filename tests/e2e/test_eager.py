@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from kvshuttle.localstack import Answer
 from kvshuttle.localstack.metrics import EXTERNAL_HITS, LOCAL_HITS
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from kvshuttle.v1 import types_pb2
-from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster
+from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster, reset_cache
 from tests.e2e.steps import BLOCK, turn, wait_until
 from tests.support.conversation import (
     RECOMPUTED_TOLERANCE,
@@ -131,7 +130,7 @@ def test_the_oracle_sees_a_corrupted_one(cluster: Cluster, oracle: Oracle) -> No
     # Both engines have cached what was computed from it.
     cluster.view.end_session(talk.session)
     cluster.forget_prefill()
-    httpx.post(f"{cluster.decode.url}/reset_prefix_cache", timeout=10)
+    reset_cache(cluster.decode)
 
 
 def test_a_session_that_ends_in_the_midst_of_it(cluster: Cluster, oracle: Oracle) -> None:

@@ -15,7 +15,7 @@ import pytest
 
 from kvshuttle.localstack import user
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
-from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster
+from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster, reset_cache
 from tests.e2e.steps import BLOCK, ask, turn, wait_until
 from tests.support.conversation import (
     RECOMPUTED_TOLERANCE,
@@ -240,7 +240,7 @@ def test_a_reset_of_the_cache_lets_go_first(cluster: Cluster, oracle: Oracle) ->
     turn(cluster, oracle, talk)
     wait_until(lambda: cluster.held(DECODE) > 0, "decode holds the session's KV")
     before = cluster.decode.log_path.read_text(errors="replace").count(RESET)
-    httpx.post(f"{cluster.decode.url}/reset_prefix_cache", timeout=10).raise_for_status()
+    reset_cache(cluster.decode).raise_for_status()
     # vLLM answers 200 either way; its log tells whether it found the pool free.
     wait_until(
         lambda: cluster.decode.log_path.read_text(errors="replace").count(RESET) > before,
@@ -265,7 +265,7 @@ def test_a_corrupted_block_is_seen_by_the_oracle(cluster: Cluster, oracle: Oracl
     # Both engines have cached what was computed from it.
     cluster.view.end_session(talk.session)
     cluster.forget_prefill()
-    httpx.post(f"{cluster.decode.url}/reset_prefix_cache", timeout=10)
+    reset_cache(cluster.decode)
 
 
 def test_a_transfer_that_stands_still_is_recomputed(cluster: Cluster, oracle: Oracle) -> None:

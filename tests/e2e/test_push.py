@@ -18,7 +18,7 @@ import pytest
 from kvshuttle.localstack import user
 from kvshuttle.localstack.metrics import EXTERNAL_HITS
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
-from tests.e2e.conftest import DECODE, PREFILL, Cluster
+from tests.e2e.conftest import DECODE, PREFILL, Cluster, reset_cache
 from tests.e2e.steps import BLOCK, turn, wait_until
 from tests.e2e.test_going_away import Request
 from tests.support.conversation import (
@@ -125,7 +125,7 @@ def test_what_prefill_has_cached_is_written_too(cluster: Cluster, oracle: Oracle
     """Another session's prompt is the same, so prefill computes its last block only."""
     messages = [user("The same start. " + text(300, 83))]
     for session in ("push-hit-a", "push-hit-b"):
-        httpx.post(f"{cluster.decode.url}/reset_prefix_cache", timeout=10)
+        reset_cache(cluster.decode)
         answer = cluster.client.ask(messages, session=session, max_tokens=16)
         oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
         cluster.wait_offered(session)
@@ -200,7 +200,7 @@ def test_a_corrupted_block_is_seen_by_the_oracle(cluster: Cluster, oracle: Oracl
     assert differences(answer, oracle.answer(messages), RECOMPUTED_TOLERANCE) != []
     cluster.view.end_session("push-corrupt")
     wait_until(lambda: not cluster.held(DECODE), "decode has let go")
-    httpx.post(f"{cluster.decode.url}/reset_prefix_cache", timeout=10)
+    reset_cache(cluster.decode)
 
 
 def test_a_push_that_stands_still_is_recomputed(cluster: Cluster, oracle: Oracle) -> None:

@@ -11,6 +11,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import structlog
 from google.rpc import code_pb2  # type: ignore[import-untyped, unused-ignore]
 
 from kvshuttle.gateway.__main__ import main
@@ -25,12 +26,21 @@ from tests.integration.gateway.fake_control_plane import (
 from tests.integration.gateway.waiting import PATIENCE_S, eventually
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
     from pathlib import Path
 
     from tests.integration.gateway.conftest import RunningGateway
     from tests.integration.gateway.fake_engine import FakeEngine
 
 NOWHERE = "127.0.0.1:9"
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """`main` sets up logging for its process, which is that of all tests here."""
+    before = structlog.get_config()
+    yield
+    structlog.configure(**before)
 
 
 @pytest.mark.parametrize(

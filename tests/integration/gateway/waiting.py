@@ -12,10 +12,12 @@ if TYPE_CHECKING:
 PATIENCE_S = 15.0
 
 
-async def eventually(condition: Callable[[], object], what: str = "") -> None:
+async def eventually(
+    condition: Callable[[], object], what: str = "", patience_s: float = PATIENCE_S
+) -> None:
     """Returns once the condition holds. Raises TimeoutError."""
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(patience_s):
             while not condition():  # noqa: ASYNC110 - any condition, not one of ours
                 await asyncio.sleep(0.003)
     except TimeoutError:

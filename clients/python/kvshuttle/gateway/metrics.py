@@ -125,6 +125,9 @@ class Metrics:
             ["reason"],
             registry=self.registry,
         )
+        # From 0 on: a counter that is born with its first event shows no increase.
+        for reason in ("GATEWAY_LIMIT", "TENANT_LIMIT", "OVER_BUDGET"):
+            self.refused.labels(reason)
         self.over_budget = Counter(
             "kvshuttle_gateway_over_budget",
             "Requests for which the control plane's budget had no turn, by what became of them "
@@ -132,6 +135,8 @@ class Metrics:
             ["decision"],
             registry=self.registry,
         )
+        for decision in ("served", "refused"):
+            self.over_budget.labels(decision)
         self.control_plane_up = Gauge(
             "kvshuttle_gateway_control_plane_up",
             "1 if the control plane answered the last call, else 0.",
