@@ -180,6 +180,10 @@ def store_args(logs: Path, *flags: str) -> list[str]:
     if "--direct-tokens" not in flags:
         # Short turns too go to prefill: what is moved is what most tests are about.
         store += ["--direct-tokens", "0"]
+    if "--lookup-wait-ms" not in flags:
+        # A lookup waits as long as computing would take, which for the tiny model is not as long
+        # as a busy machine takes for a grant. What is late there is no finding.
+        store += ["--lookup-wait-ms", "3000"]
     return [*store, "--log-format=json", "--log-level=debug", *flags]
 
 
