@@ -243,6 +243,8 @@ def cluster(
         control_plane=control_plane.target,
         prefill_urls=[prefill.url],
         decode_urls=[decode.url],
+        # On two cores that three engines use, an answer may take longer than half a second.
+        extra_args=["--begin-turn-timeout-s", "5"],
     )
     stack.start(gateway)
     with (
