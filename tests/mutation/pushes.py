@@ -188,4 +188,20 @@ PUSHES = (
         "    if False:\n",
         (MODEL,),
     ),
+    Mutant(
+        "push_told_twice",
+        "vLLM is told once how a load went, though a read was to follow",
+        AGENT + "landing_zones.py",
+        "        return self._quieted.pop(request_id, False)\n",
+        "        return False\n",
+        (MOVER,),
+    ),
+    Mutant(
+        "push_late_is_read_into",
+        "nothing is read into a landing zone that one rank has given up",
+        AGENT + "push_landing.py",
+        "        if landing.reads:\n            # It was late",
+        "        if False:\n            # It was late",
+        (SIDES,),
+    ),
 )

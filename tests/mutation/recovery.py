@@ -83,8 +83,8 @@ RECOVERY = (
         ("tests/unit/controlplane/test_recovery.py::test_row",),
     ),
     Mutant(
-        "destination_restarted_pending",
-        "a new boot gets nothing that was asked for the old one",
+        "landing_restarted",
+        "nobody writes on to a boot whose place another has taken",
         CONTROL + "model/recovery.py",
         '            lease_events.fail(w, lease, "DESTINATION_RESTARTED")',
         "            pass",

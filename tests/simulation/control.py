@@ -80,6 +80,7 @@ class ControlPlane:
         observe: Callable[[ControlPlane, Effects], None],
         committed: Callable[[Sequence[Record]], None],
         died: Callable[[ControlPlane], None],
+        registered: Callable[[str, int], None],
         commit_ms: float = 3.0,
     ) -> None:
         self.kernel = kernel
@@ -97,6 +98,7 @@ class ControlPlane:
         self._observe = observe
         self._committed = committed
         self._died = died
+        self._registered = registered
         self._queue: deque[Entry] = deque()
         self._unreleased = 0
         self._committing = False
@@ -320,6 +322,7 @@ class ControlPlane:
         )
 
     def _attach(self, connection: _Connection) -> None:
+        self._registered(connection.boot_id, connection.ref.incarnation)
         if connection.end_reason:
             return
         worker_id = connection.ref.worker_id

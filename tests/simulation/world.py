@@ -62,6 +62,8 @@ class World:
         self.machines = {spec.worker_id: self._machine(spec.worker_id) for spec in shape.specs}
         self.boots: dict[str, Boot | None] = {spec.worker_id: None for spec in shape.specs}
         self.dead_boots: list[Boot] = []
+        # Incarnations that the durable books gave to each boot, as an operator sees them.
+        self._registered: dict[str, list[int]] = {}
         self._boot_count = 0
         self._control_count = 0
         self._lineages = 0
@@ -147,6 +149,7 @@ class World:
             observe=self.checker.decided,
             committed=self._expected.commit,
             died=self._control_died,
+            registered=self._seen_registered,
         )
         self.checker.began(self.control, f"lineage{self._lineages}")
 
@@ -181,6 +184,9 @@ class World:
                     str(k) for k in one.keys() | other.keys() if one.get(k) != other.get(k)
                 )
                 raise Violation("store", f"{name} differ after a restart: {wrong[:3]}")
+
+    def _seen_registered(self, boot_id: str, incarnation: int) -> None:
+        self._registered.setdefault(boot_id, []).append(incarnation)
 
     def _control_died(self, control: ControlPlane) -> None:
         if control is self.control:
@@ -267,11 +273,12 @@ class World:
             self.boot(next(s for s in self.shape.specs if s.worker_id == worker_id))
 
     def fence(self, boot: Boot) -> None:
-        """An operator attests that a boot is dead."""
+        """An operator attests that a boot is dead, by the number that it was last registered with:
+        it may have died before it heard of that itself."""
         assert not boot.alive
         for transport in boot.transports:
             self.fabric.attested_dead(transport)
-        ref = WorkerRef(boot.spec.worker_id, boot.incarnation)
+        ref = WorkerRef(boot.spec.worker_id, self._registered[boot.boot_id][-1])
         self.call(
             lambda registry, now: registry.fence(now, ref, "seen dead"),
             lambda _: None,
@@ -337,7 +344,7 @@ class World:
             if conversation.quiet:
                 conversation.end_session()
         for boot in self.dead_boots:
-            if boot.incarnation:
+            if boot.boot_id in self._registered:
                 self.fence(boot)
 
     def leftovers(self) -> list[str]:

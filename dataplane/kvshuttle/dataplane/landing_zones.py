@@ -58,6 +58,9 @@ class LandingZones:
         self._clock = clock
         self._peers = peers
         self._landings: dict[str, _Landing] = {}
+        # Requests whose push has ended without a word, until what follows is known: whether vLLM
+        # had been told by then.
+        self._quieted: dict[str, bool] = {}
 
     @property
     def busy(self) -> bool:
@@ -85,10 +88,16 @@ class LandingZones:
     def unawait(self, order: m.Unawait) -> None:
         """Nobody writes there any more."""
         landing = self._landings.pop(order.lease_id, None)
-        if landing is None:
-            return
-        if landing.told or not order.quiet:
+        if order.quiet:
+            # A zone leaves the table otherwise only after vLLM was told.
+            self._quieted[order.request_id] = landing is None or landing.told
+        elif landing is not None:
             self._landed(landing, order.reason or "WRITER_STOPPED")
+
+    def told_already(self, request_id: str) -> bool:
+        """Whether vLLM was told of a request's load before its push ended quietly. Asked once, for
+        the order that follows: it must not be told again, as the request may run by now."""
+        return self._quieted.pop(request_id, False)
 
     def abandon(self, request_id: str, reason: str) -> bool:
         """The request waits no longer; false if this is no landing's."""

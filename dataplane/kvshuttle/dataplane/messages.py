@@ -135,9 +135,10 @@ class Await(msgspec.Struct, tag=True, frozen=True):
 
 
 class Unawait(msgspec.Struct, tag=True, frozen=True):
-    """Nobody writes into a landing zone any more. `quiet`: its request is not told, since a read
-    into the same blocks follows, and nothing is reported."""
+    """Nobody writes into a landing zone any more. `quiet`: its request is not told, and nothing is
+    reported, since a `Read` into the same blocks follows, or a `Refuse`."""
 
+    request_id: str
     lease_id: str
     reason: str
     quiet: bool = False

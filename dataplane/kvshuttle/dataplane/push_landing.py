@@ -225,9 +225,9 @@ class LandingSide:
             landing.reads = True
             landing.said = True  # the lease has ended in the books
             landing.patience_ns = self._clock() + landing.leg.lookup_wait_ns
-            self._out.order(m.Unawait(lease_id, reason, quiet=True))
+            self._out.order(m.Unawait(landing.request_id, lease_id, reason, quiet=True))
             return
-        self._out.order(m.Unawait(lease_id, reason))
+        self._out.order(m.Unawait(landing.request_id, lease_id, reason))
 
     def take_for_read(self, token: str) -> Landing | None:
         """A grant to read has come for a landing zone whose push is over: it is a load now."""
@@ -249,6 +249,10 @@ class LandingSide:
         landing = self._by_lease.get(message.lease_id)
         if landing is None:
             return
+        if landing.reads:
+            # It was late before it was told that nobody writes; vLLM knows already.
+            self._end_reading(landing, message.reason)
+            return
         landing.published = False
         self._holds.quarantine(landing.hold)
         self._fall_back(landing, message.reason)
@@ -257,6 +261,9 @@ class LandingSide:
         """One rank's writer has stopped."""
         landing = self._by_lease.get(message.lease_id)
         if landing is None or landing.ranks_left == 0:
+            return
+        if landing.reads:
+            self._end_reading(landing, message.reason or "WRITER_STOPPED")
             return
         landing.ranks_left -= 1
         landing.bytes_moved += message.bytes_moved

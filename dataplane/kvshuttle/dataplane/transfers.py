@@ -219,7 +219,7 @@ class Transfers:
                 if state is not None:
                     state.deadline_ns = max(state.deadline_ns, message.deadline_ns)
             case m.Refuse():
-                self._report(message.request_id, failed=True)
+                self._refuse_load(message)
             case m.AddPeer():
                 self._add_peer(message)
             case m.DropPeer():
@@ -271,10 +271,11 @@ class Transfers:
         self.zones.refuse(message, _FAILED)
         match message:
             case m.Read():
-                self._tell_engine(message, failed=True)
+                if not self.zones.told_already(message.request_id):
+                    self._tell_engine(message, failed=True)
                 self._send(m.ReadEnded(message.request_id, message.lease_id, False, _FAILED, 0, 0))
             case m.Refuse():
-                self._report(message.request_id, failed=True)
+                self._refuse_load(message)
             case m.Unserve():
                 self._send(m.Unserved(message.lease_id))
             case m.AddPeer():
@@ -321,6 +322,10 @@ class Transfers:
     # Reading.
 
     def _start_read(self, order: m.Read) -> None:
+        if self.zones.told_already(order.request_id):
+            # Its landing was given up here, so its request may run: nothing lands there any more.
+            self._send(m.ReadEnded(order.request_id, order.lease_id, False, "LATE", 0, 0))
+            return
         faults = self._faults.now()
         faults.before_read(order)
         now = self._clock()
@@ -447,6 +452,10 @@ class Transfers:
                 elapsed,
             )
         )
+
+    def _refuse_load(self, order: m.Refuse) -> None:
+        if not self.zones.told_already(order.request_id):
+            self._report(order.request_id, failed=True)
 
     def _tell_engine(self, order: m.Read, *, failed: bool) -> None:
         if order.attended:

@@ -285,6 +285,21 @@ def test_decode_that_is_lost_stops_the_writer(granted: bool) -> None:
     assert len(world.let_go()) == 1
 
 
+def test_another_boot_in_decodes_place_stops_the_writer() -> None:
+    world = Pair()
+    world.land()
+    lease_id = world.push.lease_id
+    world.start()  # which has lost neither stream, so no lease has ended by that
+    world.connect("p", WorkerRole.PREFILL, push=True, leases=(LeaseReport(lease_id, 2, True),))
+    assert world.push.open
+    world.sent.clear()
+    world.connect("d", WorkerRole.DECODE, push=True, boot_id="another")
+    stopped = world.told(world.p, c.Revoke)
+    assert [(x.is_source, x.reason) for x in stopped] == [(True, "DESTINATION_RESTARTED")]
+    world.ends(world.p, FAILED, is_source=True)
+    assert world.at == (LeaseState.FAILED, "DESTINATION_RESTARTED")
+
+
 def test_a_fenced_decode_stops_the_writer() -> None:
     world = Pair()
     world.land()

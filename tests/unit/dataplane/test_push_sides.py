@@ -296,6 +296,21 @@ def test_a_landing_zone_that_was_given_up_is_not_read_into() -> None:
     assert not bench.orders(m.Read)
 
 
+@pytest.mark.parametrize("word", [m.LandingGivenUp("r", "l1", "LATE"), ended(False, "LATE")])
+def test_one_that_a_mover_gave_up_before_the_word_came_is_not_read_into(word: m.FromMover) -> None:
+    bench = Decode()
+    bench.land()
+    over = agent_pb2.WriterStopped(lease_id="l1", version=2, pull_follows=True)
+    bench.obey(writer_stopped=over)
+    bench.report(word)
+    # The other ranks tell vLLM now; nobody writes, so the blocks may go.
+    assert [x.request_id for x in bench.orders(m.Refuse)] == ["r"]
+    assert bench.held == 0
+    forward(bench, chain(5))
+    assert not bench.orders(m.Read)
+    assert bench.stopped() == [(agent_pb2.TRANSFER_OUTCOME_UNUSED, "TURN_GONE_ON")]
+
+
 def test_prefill_ended_before_decode_looked() -> None:
     bench = Decode()
     over = agent_pb2.WriterStopped(lease_id="l1", version=2, pull_follows=True)

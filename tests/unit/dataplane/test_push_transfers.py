@@ -63,6 +63,9 @@ class Wire:
         self.writes.append(write)
         return write
 
+    def post_read(self, _peer: str, local: list[int], *_: object) -> Write:
+        return Write(tuple(local), (), range(1))
+
     def state(self, write: Write) -> str:
         return write.status
 
@@ -464,7 +467,7 @@ def test_whatever_ends_the_waiting_fails_the_load_once(mover: Mover, how: str) -
         case "abandon":
             mover.obey(m.Abandon("r", "REVOKED"))
         case "unawait":
-            mover.obey(m.Unawait("l1", "SOURCE_LOST"))
+            mover.obey(m.Unawait("r", "l1", "SOURCE_LOST"))
         case "fence":
             mover.obey(m.DropPeer("other", 1))
         case "failure":
@@ -477,24 +480,64 @@ def test_whatever_ends_the_waiting_fails_the_load_once(mover: Mover, how: str) -
     }
     assert mover.landed == stopped.get(how, [])
     assert len(mover.take(m.LandingGivenUp)) == (how in ("abandon", "failure"))
-    mover.transfers.obey(m.Unawait("l1", "")) if how != "failure" else mover.transfers.refuse(
-        m.Unawait("l1", "")
+    mover.transfers.obey(m.Unawait("r", "l1", "")) if how != "failure" else mover.transfers.refuse(
+        m.Unawait("r", "l1", "")
     )
     assert len(mover.landed) == 1
     assert mover.results.take() == (set(), set())
 
 
+def end_before_the_word(mover: Mover, how: str) -> None:
+    """vLLM hears how a landing ended, and then comes the word that a read is to follow."""
+    match how:
+        case "late":
+            mover.clock.advance(60)
+            mover.poll()
+        case "stopping":
+            mover.hear(b"stopping|3|l1|TRANSFER_STALLED")
+        case "gone":
+            mover.hear(b"gone|3|l1|PREEMPTED")
+        case "written":
+            mover.hear(b"pushed|3|l1|1|1")
+        case "fenced":
+            mover.obey(m.DropPeer("other", 1))
+        case "broken":
+            mover.transfers.fail_everything()
+    finished, _ = mover.results.take()
+    assert finished == {"r"}
+
+
+def read_of_the_landing(mover: Mover) -> m.Read:
+    return m.Read("r", "l2", "other", 1, [7, 8], [1, 2], mover.clock() + TTL_NS, False)
+
+
 def test_a_quiet_end_makes_way_for_a_read(mover: Mover) -> None:
     mover.await_()
-    mover.obey(m.Unawait("l1", "PULLED_INSTEAD", quiet=True))
+    mover.obey(m.Unawait("r", "l1", "PULLED_INSTEAD", quiet=True))
     assert not mover.told
     assert mover.results.take() == (set(), set())
-    # But not where vLLM was told already.
-    other = Mover()
-    other.await_()
-    other.obey(m.Abandon("r", "GRANT_TIMEOUT"))
-    other.obey(m.Unawait("l1", "PULLED_INSTEAD", quiet=True))
-    assert other.landed == [(False, "PULLED_INSTEAD")]
+    mover.obey(read_of_the_landing(mover))
+    assert mover.transfers.reading("r")
+
+
+@pytest.mark.parametrize("follows", ["read", "refuse"])
+@pytest.mark.parametrize("how", ["late", "stopping", "gone", "written", "fenced", "broken"])
+def test_what_follows_a_quiet_end_does_not_tell_vllm_again(
+    mover: Mover, how: str, follows: str
+) -> None:
+    mover.await_()
+    end_before_the_word(mover, how)
+    obey = mover.transfers.refuse if how == "broken" else mover.transfers.obey
+    obey(m.Unawait("r", "l1", "PULLED_INSTEAD", quiet=True))
+    obey(read_of_the_landing(mover) if follows == "read" else m.Refuse("r"))
+    assert mover.results.take() == (set(), set())
+    # Nor does anything land in blocks that the request computes in by now.
+    assert not mover.transfers.reading("r")
+    ended = mover.take(m.ReadEnded)
+    assert [(x.lease_id, x.published) for x in ended] == [("l2", False)] * (follows == "read")
+    # Another load of the same request is its own.
+    obey(m.Refuse("r"))
+    assert mover.results.take() == ({"r"}, {"r"})
 
 
 def test_one_that_is_given_up_is_listened_to_for_a_while_only(mover: Mover) -> None:
@@ -529,5 +572,5 @@ def test_a_landing_zone_that_a_broken_mover_is_told_of_may_be_written_to(mover: 
     mover.transfers.refuse(m.Await("r", "l1", 3, "other", 1, [7, 8], mover.clock() + TTL_NS))
     assert mover.results.take() == ({"r"}, {"r"})
     assert len(mover.take(m.LandingGivenUp)) == 1
-    mover.transfers.refuse(m.Unawait("l1", "X"))
+    mover.transfers.refuse(m.Unawait("r", "l1", "X"))
     assert len(mover.landed) == 1

@@ -189,8 +189,9 @@ def superseded(w: Work, before: Worker) -> None:
         elif lease.source == before.ref:
             # source-restarted
             lease_events.fail(w, lease, "SOURCE_RESTARTED")
-        elif lease.push or lease.state is LeaseState.PENDING:
-            # destination-restarted, and a writer is asked to stop
+        elif lease.push:
+            # destination-restarted, and the writer is asked to stop. What was PENDING has ended
+            # with the old boot's stream, or with the term that it was made in.
             lease_events.fail(w, lease, "DESTINATION_RESTARTED")
         else:
             # destination-restarted
