@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -87,27 +88,53 @@ async def test_a_stream_a_tenant_and_no_more_than_the_most(
     assert list(streams(client)) == ["a", "c"]
 
 
-async def test_a_control_plane_without_the_stream_gets_calls(client: AsyncClient) -> None:
-    asked = []
+class Old(session_grpc.SessionServiceServicer):
+    """A control plane that knows calls only."""
 
-    class Old(session_grpc.SessionServiceServicer):
-        async def BeginTurn(  # noqa: N802
-            self, request: sessions.BeginTurnRequest, context: Any
-        ) -> sessions.BeginTurnResponse:
-            asked.append(request.session_id)
-            return sessions.BeginTurnResponse(turn_token="t")
+    def __init__(self) -> None:
+        self.asked: list[str] = []
 
+    async def BeginTurn(  # noqa: N802
+        self, request: sessions.BeginTurnRequest, context: Any
+    ) -> sessions.BeginTurnResponse:
+        self.asked.append(request.session_id)
+        return sessions.BeginTurnResponse(turn_token="t")
+
+
+@contextlib.asynccontextmanager
+async def served(servicer: Old) -> AsyncIterator[AsyncClient]:
     server = grpc.aio.server()
-    session_grpc.add_SessionServiceServicer_to_server(Old(), server)  # type: ignore[abstract]
+    session_grpc.add_SessionServiceServicer_to_server(servicer, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    old = AsyncClient(f"127.0.0.1:{port}", ClientOptions(turn_stream=True))
-    await asyncio.gather(*(old.begin_turn(f"s{i}", timeout=T) for i in range(5)))
-    await old.begin_turn("again", timeout=T)
-    assert sorted(asked) == ["again", "s0", "s1", "s2", "s3", "s4"]
-    assert streams(old) == {}
-    await old.close()
+    client = AsyncClient(f"127.0.0.1:{port}", ClientOptions(turn_stream=True))
+    yield client
+    await client.close()
     await server.stop(0)
+
+
+async def test_a_control_plane_without_the_stream_gets_calls() -> None:
+    old = Old()  # type: ignore[abstract]
+    async with served(old) as client:
+        await asyncio.gather(*(client.begin_turn(f"s{i}", timeout=T) for i in range(5)))
+        await client.begin_turn("again", timeout=T)
+        assert sorted(old.asked) == ["again", "s0", "s1", "s2", "s3", "s4"]
+        assert streams(client) == {}
+
+
+async def test_a_burst_of_first_turns_finds_no_stream_and_becomes_calls(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Many messages are on their way when the refusal comes: it is lost to the one being written.
+    And a server of grpc's does not take so many calls at once, where it would take the stream."""
+    monkeypatch.setattr(client_turns, "OPERATIONS_PER_MESSAGE", 1)
+    old = Old()  # type: ignore[abstract]
+    async with served(old) as client:
+        names = sorted(f"s{i}" for i in range(1_500))
+        await asyncio.gather(*(client.begin_turn(name, timeout=T) for name in names))
+        assert sorted(old.asked) == names
+        await client.begin_turn("again", timeout=T)
+        assert streams(client) == {}
 
 
 async def test_after_a_restart_there_is_another_stream(tmp_path: Path, limits: Limits) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import grpc
@@ -110,13 +111,19 @@ class AsyncClient:
 
     async def _try(self, call: Call[_R], timeout_s: float) -> Any:
         """Over the tenant's stream of turns where there is one, or else as a call."""
-        if self._turns is not None and call.operation is not None:
-            try:
-                return await self._turns.ask(
-                    call.tenant, call.operation, call.request, call.rpc.response, timeout_s
-                )
-            except NoTurnStreamError:
-                pass
+        if self._turns is None or call.operation is None:
+            return await self._ask(call, timeout_s)
+        until = time.monotonic() + timeout_s
+        try:
+            return await self._turns.ask(
+                call.tenant, call.operation, call.request, call.rpc.response, timeout_s
+            )
+        except NoTurnStreamError:
+            pass
+        async with self._turns.one_call(until - time.monotonic()):
+            return await self._ask(call, max(until - time.monotonic(), 0.0))
+
+    async def _ask(self, call: Call[Any], timeout_s: float) -> Any:
         try:
             return await self._method(call.rpc)(
                 call.request, timeout=timeout_s, metadata=self._metadata(call.tenant)

@@ -7,6 +7,7 @@ while a message is on its way goes with the next. An operation means and raises 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -21,7 +22,7 @@ from kvshuttle.client.errors import (
 from kvshuttle.v1 import session_service_pb2 as session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import AsyncIterator, Callable
 
     from kvshuttle.client.errors import KVShuttleError
     from kvshuttle.v1.session_service_pb2_grpc import SessionServiceAsyncStub
@@ -38,10 +39,18 @@ with: a message costs the control plane as much as an operation."""
 MAX_STREAMS = 64
 """Tenants with a stream at once. Beyond it the one that was not used for longest is closed when it
 is idle; while none is, a tenant makes calls."""
+CALLS_AT_ONCE = 256
+"""Calls in place of a stream's operations. A stream takes any burst; of calls, a server of grpc's
+refuses some once about a thousand wait to be looked at."""
 
 
 class NoTurnStreamError(Exception):
-    """There is no stream for it: make the call. Nothing was sent."""
+    """There is no stream for it: make the call. Nothing was sent, or nobody knows whether it was;
+    its `request_id` makes it take effect once."""
+
+
+def _late(message: str) -> DeadlineExceededError:
+    return DeadlineExceededError(message, code=grpc.StatusCode.DEADLINE_EXCEEDED)
 
 
 class _Stream:
@@ -54,6 +63,7 @@ class _Stream:
         self._wake = asyncio.Event()
         self._last = 0
         self._over = False
+        self._write_failed = False
         self.waiting: dict[int, asyncio.Future[session.TurnResult]] = {}
         self._tasks = [
             asyncio.create_task(self._write(), name="turns-write"),
@@ -83,14 +93,18 @@ class _Stream:
                     batch = self._pending[:OPERATIONS_PER_MESSAGE]
                     del self._pending[:OPERATIONS_PER_MESSAGE]
                     await self._call.write(session.TurnsRequest(operations=batch))
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
+        except asyncio.InvalidStateError:
             pass  # the reader hears why
+        except grpc.aio.AioRpcError:
+            # A write that meets the stream's end gives the stream a status of its own (INTERNAL),
+            # and that is what the reader hears.
+            self._write_failed = True
 
     async def _read(self) -> None:
         error: KVShuttleError = UnavailableError(
             "the control plane ended the stream of turns", code=grpc.StatusCode.UNAVAILABLE
         )
-        unknown = False
+        unknown = by_call = False
         try:
             while (response := await self._call.read()) is not grpc.aio.EOF:
                 for result in response.results:
@@ -108,17 +122,18 @@ class _Stream:
         except grpc.aio.AioRpcError as problem:
             error = from_rpc_error(problem)
             unknown = problem.code() is grpc.StatusCode.UNIMPLEMENTED
+            by_call = unknown or (self._write_failed and problem.code() is grpc.StatusCode.INTERNAL)
         finally:
-            self._end(error, unknown=unknown)
+            self._end(error, unknown=unknown, by_call=by_call)
 
-    def _end(self, error: KVShuttleError, *, unknown: bool) -> None:
+    def _end(self, error: KVShuttleError, *, unknown: bool, by_call: bool) -> None:
         if self._over:
             return
         self._over = True
         self._ended(self, unknown)
         for future in list(self.waiting.values()):
             if not future.done():
-                future.set_exception(NoTurnStreamError() if unknown else error)
+                future.set_exception(NoTurnStreamError() if by_call else error)
                 future.exception()  # nobody may be waiting any more
         self._tasks[0].cancel()
 
@@ -147,6 +162,7 @@ class TurnStreams:
         self._streams: dict[str | None, _Stream] = {}
         self._unknown = False
         self._closing: set[asyncio.Task[None]] = set()
+        self._calls = asyncio.Semaphore(CALLS_AT_ONCE)
 
     async def ask(
         self,
@@ -164,15 +180,25 @@ class TurnStreams:
             async with asyncio.timeout(timeout):
                 result = await future
         except TimeoutError:
-            raise DeadlineExceededError(
-                f"no answer on the stream of turns within {timeout:g} s",
-                code=grpc.StatusCode.DEADLINE_EXCEEDED,
-            ) from None
+            raise _late(f"no answer on the stream of turns within {timeout:g} s") from None
         if result.HasField("error"):
             raise from_status(status_pb2.Status.FromString(result.error.SerializeToString()))
         found = getattr(result, kind)
         assert isinstance(found, answer)
         return found
+
+    @contextlib.asynccontextmanager
+    async def one_call(self, timeout: float) -> AsyncIterator[None]:  # noqa: ASYNC109
+        """For as long as a call is made in place of an operation."""
+        try:
+            async with asyncio.timeout(timeout):
+                await self._calls.acquire()
+        except TimeoutError:
+            raise _late(f"{CALLS_AT_ONCE} calls were before it for {timeout:g} s") from None
+        try:
+            yield
+        finally:
+            self._calls.release()
 
     def _stream(self, tenant: str | None) -> _Stream:
         if self._unknown:
