@@ -319,7 +319,7 @@ CORE = (
         "one_rank_done",
         "the reader has stopped when all its ranks have",
         AGENT + "source.py",
-        "lease.ranks_done >= self._out.num_ranks",
+        "lease.ranks_done >= self.readers.get(lease.destination, self._out.num_ranks)",
         "lease.ranks_done >= 1",
         (
             "tests/unit/dataplane/test_scheduler_side.py::test_the_readers_own_notice_ends_the_lease_after_all_ranks",

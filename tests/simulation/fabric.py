@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from kvshuttle.dataplane.messages import PeerRegion
+from kvshuttle.dataplane.messages import HeadSlice, PeerRegion
 from kvshuttle.dataplane.transport import BlockList, ReadHandle, TransportError
 from tests.simulation.kernel import MS, Violation, between
 
@@ -285,9 +285,15 @@ class SimTransport:
         """Where it runs."""
         return self.thread.machine.name
 
-    def add_peer(self, agent_name: str, metadata: bytes, regions: list[PeerRegion]) -> None:
+    def add_peer(
+        self,
+        agent_name: str,
+        metadata: bytes,
+        regions: list[PeerRegion],
+        heads: HeadSlice | None = None,
+    ) -> None:
         """Connects, if the peer lives."""
-        del regions
+        del regions, heads
         if metadata != agent_name.encode() or not self.fabric.transports[agent_name].alive:
             raise TransportError(f"peer {agent_name} is not there")
         self.peers.add(agent_name)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
+from kvshuttle.controlplane.model import splits
 from kvshuttle.controlplane.model.terms import ForwardMode, ReturnMode
 
 if TYPE_CHECKING:
@@ -50,6 +51,9 @@ def _choose(
         return ForwardMode.PULL, "CONFIGURED"
     if not prefill.push or not decode.push:
         return ForwardMode.PULL, "NOT_ABLE"
+    if not splits.same(prefill, decode):
+        # Each layer is written rank to rank, by whole blocks.
+        return ForwardMode.PULL, "SPLIT_DIFFERS"
     pool = decode.pool
     if pool.quarantined_blocks > limits.quarantine_share * pool.total_blocks:
         return ForwardMode.PULL, "DESTINATION_FULL"

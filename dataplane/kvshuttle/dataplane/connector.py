@@ -48,6 +48,7 @@ from kvshuttle.dataplane.vllm_compat import (
     engine_probe,
     fingerprint,
     finished_state,
+    kv_heads,
     kv_regions,
     rank_of,
     scheduled,
@@ -119,6 +120,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         num_blocks = int(self._kv_cache_config.num_blocks)
         regions = kv_regions(kv_caches, num_blocks)
         rank = rank_of(self._vllm_config)
+        heads = kv_heads(self._vllm_config, self._kv_cache_config, rank, regions)
         self._mover = Mover(
             rank,
             f"kvshuttle-{uuid.uuid4().hex}",
@@ -132,8 +134,11 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         endpoint = self._mover.start()
         self._handshake = RankHandshake(
             endpoint=endpoint,
-            fingerprint=tuple(fingerprint(self._vllm_config, regions, self._config.model_id)),
+            fingerprint=tuple(
+                fingerprint(self._vllm_config, regions, heads, self._config.model_id)
+            ),
             num_blocks=num_blocks,
+            heads=heads,
         )
         _log.info(
             "registered",
@@ -205,6 +210,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             worker_id=self._config.worker_id,
             counts=self._probe.request_counts,
             holds=LeakyHolds(self._pool, faults) if faults != Faults() else None,
+            heads=[x.heads for x in handshakes],
         )
         self._pool.before_reset(self._let_go)
         self._link.start(self._agent)

@@ -97,6 +97,8 @@ class DestinationSide:
         self._may_land: dict[str, tuple[int, int, list[bytes]]] = {}
         # Shared with the eager side.
         self._peers = eager.peers
+        # Answers of the movers that are still to come, by peer.
+        self._unanswered: dict[tuple[str, int], int] = {}
         # As the control plane said; 0 until it has.
         self.checkpoint_interval = 0
 
@@ -183,13 +185,27 @@ class DestinationSide:
         self._turns.push_over(lease_id, reason or "WRITER_STOPPED", pull_follows=pull_follows)
         self._landings.writer_stopped(lease_id, reason, pull_follows=pull_follows)
 
+    def peer_announced(self, worker: tuple[str, int], connections: int) -> None:
+        """The movers were told of a peer, and so many answers will come."""
+        if self._peers.get(worker):
+            del self._peers[worker]  # it could not be reached: tried again
+        self._unanswered[worker] = connections
+
     def peer_ready(self, worker: tuple[str, int], error: str) -> None:
-        """A rank has connected to a peer, or says why it cannot."""
-        self._peers[worker] = error
+        """A rank has connected to one of a peer's, or says why it cannot. The peer can be read when
+        all have."""
+        left = self._unanswered.pop(worker, 1) - 1
+        if left > 0:
+            self._unanswered[worker] = left
+        if error:
+            self._peers[worker] = error
+        elif left <= 0:
+            self._peers.setdefault(worker, "")
 
     def peer_fenced(self, worker: tuple[str, int]) -> None:
         """A source's boot is attested dead."""
         self._peers.pop(worker, None)
+        self._unanswered.pop(worker, None)
         self._eager.peer_fenced(worker)
         for grant in list(self._grants.values()):
             if grant.source == worker and not grant.request_id:

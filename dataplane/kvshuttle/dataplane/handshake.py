@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvshuttle.dataplane.mover import MoverEndpoint
+from kvshuttle.dataplane.shapes import Heads
 from kvshuttle.dataplane.vllm_compat import KVConnectorHandshakeMetadata
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 
@@ -18,6 +19,7 @@ class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
     endpoint: MoverEndpoint
     fingerprint: tuple[tuple[str, str], ...]
     num_blocks: int
+    heads: Heads
 
     def describe(self) -> agent_pb2.RankEndpoint:
         """As a message for the control plane."""
@@ -35,4 +37,6 @@ class RankHandshake(KVConnectorHandshakeMetadata):  # type: ignore[misc]
                 )
                 for r in self.endpoint.regions
             ],
+            first_head=self.heads.first,
+            num_heads=self.heads.count,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 __all__ = [
+    "WHOLE",
     "Abandon",
     "AddPeer",
     "Await",
@@ -12,6 +13,7 @@ __all__ = [
     "ExtendPush",
     "ExtendRead",
     "FromMover",
+    "HeadSlice",
     "LandingEnded",
     "LandingGivenUp",
     "MoverFailed",
@@ -51,14 +53,39 @@ class PeerRegion(msgspec.Struct, array_like=True, frozen=True):
     device_id: int
 
 
+class HeadSlice(msgspec.Struct, array_like=True, frozen=True):
+    """The KV heads that two ranks share: ``count`` of them, from number ``mine`` of this rank's
+    ``my_heads`` and from number ``theirs`` of the other's ``their_heads``."""
+
+    mine: int
+    theirs: int
+    count: int
+    my_heads: int
+    their_heads: int
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is all of both."""
+        return self.count == self.my_heads == self.their_heads
+
+
+WHOLE = HeadSlice(0, 0, 1, 1, 1)
+"""Two ranks that keep the same heads, however many."""
+
+
 class AddPeer(msgspec.Struct, tag=True, frozen=True):
-    """Learn another worker's memory and connect to it."""
+    """Learn the memory of one rank of another worker and connect to it; one order for each rank
+    that this one has to reach. Answered by PeerReady.
+
+    ``heads`` is what is read there; None: nothing, that rank reads from this one.
+    """
 
     worker_id: str
     incarnation: int
     agent_name: str
     agent_metadata: bytes
     regions: list[PeerRegion]
+    heads: HeadSlice | None = WHOLE
 
 
 class DropPeer(msgspec.Struct, tag=True, frozen=True):

@@ -24,6 +24,7 @@ from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.outbox import Outbox
 from kvshuttle.dataplane.push_landing import LandingSide
 from kvshuttle.dataplane.push_source import PushSide, RequestView
+from kvshuttle.dataplane.shapes import Heads, links, readers
 from kvshuttle.dataplane.source import SourceSide
 from kvshuttle.dataplane.turns import LegKey, PushHope, TurnBook, TurnLeg
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
@@ -116,7 +117,10 @@ class SchedulerAgent:
         worker_id: str,
         counts: Callable[[], tuple[int, int]],
         holds: HoldTable | None = None,
+        heads: Sequence[Heads] = (),
     ) -> None:
+        """`heads` is what each rank keeps, in order; left out where nobody is split otherwise."""
+        self._heads = list(heads) or [Heads(0, 0)] * outbox.num_ranks
         self._store = store
         self._out = outbox
         self._clock = clock
@@ -542,19 +546,36 @@ class SchedulerAgent:
         )
 
     def _add_peer(self, peer: agent_pb2.Peer) -> None:
-        for rank in peer.ranks:
+        key = (peer.worker.worker_id, peer.worker.incarnation)
+        ranks = sorted(peer.ranks, key=lambda x: x.rank)
+        theirs = [Heads(x.first_head, x.num_heads) for x in ranks]
+        try:
+            orders = [
+                (rank, ranks[other], heads)
+                for rank in range(len(self._heads))
+                for other, heads in links(self._heads, rank, theirs).items()
+            ]
+            self.source.readers[key] = readers(self._heads, theirs)
+        except ValueError as error:
+            # The control plane registers no such pair.
+            _log.error("peer_split_otherwise", worker=key[0], error=str(error))
+            self.destination.peer_ready(key, f"{key[0]}: {error}")
+            return
+        self.destination.peer_announced(key, len(orders))
+        for rank, there, heads in orders:
             self._out.order(
                 m.AddPeer(
-                    worker_id=peer.worker.worker_id,
-                    incarnation=peer.worker.incarnation,
-                    agent_name=rank.agent_name,
-                    agent_metadata=rank.agent_metadata,
+                    worker_id=key[0],
+                    incarnation=key[1],
+                    agent_name=there.agent_name,
+                    agent_metadata=there.agent_metadata,
                     regions=[
                         m.PeerRegion(r.base_address, r.block_bytes, r.memory_type, r.device_id)
-                        for r in rank.regions
+                        for r in there.regions
                     ],
+                    heads=heads,
                 ),
-                rank=rank.rank,
+                rank=rank,
             )
 
     def _leg_computed(

@@ -94,6 +94,8 @@ class SourceSide:
         # blocks that vLLM has handed out since the last look.
         self._owners: dict[int, list[tuple[Replica, int]]] = {}
         self._reused: list[int] = []
+        # Of a reader: how many of its ranks' reads one transfer to it is; of others, one a rank.
+        self.readers: dict[tuple[str, int], int] = {}
         self.drift_ppm = 200
         self.draining = False
         # As the control plane said; 0 until it has.
@@ -346,12 +348,12 @@ class SourceSide:
             self._close(lease, "READER_STOPPED")
 
     def reader_done(self, lease_id: str) -> None:
-        """One rank's reader has finished reading, as NIXL told the mover."""
+        """One reader of one rank has finished reading, as NIXL told the mover."""
         lease = self._leases.get(lease_id)
         if lease is None:
             return
         lease.ranks_done += 1
-        if lease.ranks_done >= self._out.num_ranks:
+        if lease.ranks_done >= self.readers.get(lease.destination, self._out.num_ranks):
             self._close(lease, "READER_STOPPED")
 
     def unserved(self, lease_id: str) -> None:
@@ -374,6 +376,7 @@ class SourceSide:
 
     def fence(self, worker: tuple[str, int]) -> None:
         """A reader's boot is attested dead."""
+        self.readers.pop(worker, None)
         for lease in list(self._leases.values()):
             if lease.destination == worker:
                 self._close(lease, "READER_STOPPED")

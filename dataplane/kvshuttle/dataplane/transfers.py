@@ -48,7 +48,13 @@ _FAILED = "MOVER_FAILED"
 class Transport(Protocol):
     """What is used of :class:`kvshuttle.dataplane.transport.NixlTransport`; see there."""
 
-    def add_peer(self, agent_name: str, metadata: bytes, regions: list[m.PeerRegion]) -> None:
+    def add_peer(
+        self,
+        agent_name: str,
+        metadata: bytes,
+        regions: list[m.PeerRegion],
+        heads: m.HeadSlice | None,
+    ) -> None:
         """Loads a peer and starts to connect."""
 
     def drop_peer(self, agent_name: str) -> None:
@@ -57,7 +63,7 @@ class Transport(Protocol):
     def post_read(
         self, agent_name: str, local: Sequence[int], remote: Sequence[int], notice: bytes
     ) -> ReadHandle:
-        """Posts a READ of whole blocks, with a notice to the peer at its completion."""
+        """Posts a READ of what is read of the peer's blocks, with a notice to it at completion."""
 
     def prepare(self, agent_name: str, blocks: Sequence[int]) -> BlockList:
         """Prepares descriptors of a peer's blocks, or of our own, for `post_write`."""
@@ -92,20 +98,36 @@ class _Phase(enum.Enum):
 
 
 @dataclass(eq=False)
+class _Part:
+    """The READ from one rank of the source. `handle` is None once NIXL has let go."""
+
+    peer: str
+    handle: ReadHandle | None
+    done: bool = False
+    # The source's answer; it may come before this side has noticed that its READ is complete.
+    held: bool | None = None
+
+
+@dataclass(eq=False)
 class _ReadState:
     order: m.Read
-    peer: str
-    handle: ReadHandle
+    parts: list[_Part]
     posted_ns: int
     deadline_ns: int
     faults: Faults
     phase: _Phase = _Phase.POSTED
     completed_ns: int = 0
     bytes_moved: int = 0
-    # The source's answer; it may come before this side has noticed that its READ is complete.
-    held: bool | None = None
     # Reason for which vLLM was told that the load failed, while NIXL has not let go.
     given_up: str = ""
+
+    @property
+    def held(self) -> bool | None:
+        """Whether all ranks of the source still held; None until it is known."""
+        answers = [part.held for part in self.parts]
+        if False in answers:
+            return False
+        return None if None in answers else True
 
 
 @dataclass
@@ -151,7 +173,12 @@ class Transfers:
         self._clock = clock
         self._reads: dict[str, _ReadState] = {}
         self._serving: dict[str, int] = {}
+        # The rank of a boot that keeps the heads that this one keeps, if there is one.
         self._peers: dict[tuple[str, int], str] = {}
+        # What is read of each rank of a boot, by the rank's name.
+        self._sources: dict[tuple[str, int], dict[str, m.HeadSlice]] = {}
+        # All ranks of a boot that this one reaches.
+        self._names: dict[tuple[str, int], set[str]] = {}
         self._linger_until = 0
         self.pushes = PushWriter(transport, regions, send, faults, clock, self._peers)
         self.zones = LandingZones(regions, results, send, faults, clock, self._peers)
@@ -262,7 +289,7 @@ class Transfers:
                 self._send(m.ReadGivenUp(state.order.request_id, _FAILED))
         self.pushes.fail_everything(_FAILED)
         self.zones.fail_everything(_FAILED)
-        for worker_id, incarnation in self._peers:
+        for worker_id, incarnation in self._names:
             self._send(m.PeerReady(worker_id, incarnation, _FAILED))
 
     def refuse(self, message: m.ToMover) -> None:
@@ -282,8 +309,8 @@ class Transfers:
                 self._send(m.PeerReady(message.worker_id, message.incarnation, _FAILED))
             case m.DropPeer():
                 # Attested dead: nothing of it writes any more, so what was in flight has ended.
-                name = self._peers.pop((message.worker_id, message.incarnation), None)
-                for state in [s for s in self._reads.values() if s.peer == name]:
+                self._forget_peer(message)
+                for state in self._reads_from(message):
                     self._end(state, published=False, reason=state.given_up)
             case _:
                 pass
@@ -292,10 +319,16 @@ class Transfers:
 
     def _add_peer(self, message: m.AddPeer) -> None:
         error = ""
+        key = (message.worker_id, message.incarnation)
+        name, heads = message.agent_name, message.heads
         try:
-            self._transport.add_peer(message.agent_name, message.agent_metadata, message.regions)
-            self._transport.notify(message.agent_name, _HELLO)
-            self._peers[message.worker_id, message.incarnation] = message.agent_name
+            self._transport.add_peer(name, message.agent_metadata, message.regions, heads)
+            self._transport.notify(name, _HELLO)
+            self._names.setdefault(key, set()).add(name)
+            if heads is not None:
+                self._sources.setdefault(key, {})[name] = heads
+                if heads.whole:
+                    self._peers[key] = name
             # Both ends have to call in for the connection to come up: do it now, in the
             # background, so that the first transfer does not pay for it.
             self._linger_until = self._clock() + CONNECT_LINGER_NS
@@ -305,19 +338,42 @@ class Transfers:
         self._send(m.PeerReady(message.worker_id, message.incarnation, error))
 
     def _drop_peer(self, message: m.DropPeer) -> None:
-        name = self._peers.pop((message.worker_id, message.incarnation), None)
-        if name is None:
+        names = self._forget_peer(message)
+        if not names:
             return
-        for state in [s for s in self._reads.values() if s.peer == name]:
+        for state in self._reads_from(message):
             # Its process is attested dead, so nothing can write any more, whatever NIXL says.
             self._give_up(state, "PEER_FENCED")
             if state.order.request_id in self._reads:
-                self._transport.release(state.handle)
+                for part in state.parts:
+                    if part.handle is not None:
+                        self._transport.release(part.handle)
                 self._end(state, published=False, reason=state.given_up)
         self.pushes.drop_peer(message.worker_id, message.incarnation)
         self.zones.drop_peer(message.worker_id, message.incarnation)
-        with contextlib.suppress(TransportError):
-            self._transport.drop_peer(name)
+        for name in names:
+            with contextlib.suppress(TransportError):
+                self._transport.drop_peer(name)
+
+    def _forget_peer(self, message: m.DropPeer) -> set[str]:
+        key = (message.worker_id, message.incarnation)
+        self._peers.pop(key, None)
+        self._sources.pop(key, None)
+        return self._names.pop(key, set())
+
+    def _reads_from(self, message: m.DropPeer) -> list[_ReadState]:
+        key = (message.worker_id, message.incarnation)
+        return [
+            state
+            for state in self._reads.values()
+            if (state.order.worker_id, state.order.incarnation) == key
+        ]
+
+    def _whole_source(self, order: m.Read) -> list[str]:
+        """The ranks to read from, if together they have every head of this one; else none."""
+        sources = self._sources.get((order.worker_id, order.incarnation), {})
+        heads = sum(x.count for x in sources.values())
+        return list(sources) if all(heads == x.my_heads for x in sources.values()) else []
 
     # Reading.
 
@@ -330,30 +386,33 @@ class Transfers:
         faults.before_read(order)
         now = self._clock()
         reason = ""
-        peer = self._peers.get((order.worker_id, order.incarnation))
-        if peer is None:
+        peers = self._whole_source(order)
+        parts: list[_Part] = []
+        if not peers:
             reason = "PEER_UNKNOWN"
         elif now > order.deadline_ns - DEADLINE_MARGIN_NS:
             reason = "LEASE_EXPIRED"
         else:
+            notice = b"|".join((_DONE if order.last else _ASK, order.lease_id.encode()))
             try:
-                handle = self._transport.post_read(
-                    peer,
-                    order.local_block_ids,
-                    order.remote_block_ids,
-                    b"|".join((_DONE if order.last else _ASK, order.lease_id.encode())),
-                )
+                for peer in peers:
+                    handle = self._transport.post_read(
+                        peer, order.local_block_ids, order.remote_block_ids, notice
+                    )
+                    parts.append(_Part(peer, handle))
             except TransportError as error:
                 _log.warning("read_refused", lease=order.lease_id, error=str(error))
                 reason = "TRANSFER_FAILED"
-        if reason or peer is None:
+        if not parts:
             self._tell_engine(order, failed=True)
             self._send(m.ReadEnded(order.request_id, order.lease_id, False, reason, 0, 0))
             return
-        self._reads[order.request_id] = _ReadState(
-            order, peer, handle, now, order.deadline_ns, faults
-        )
+        state = _ReadState(order, parts, now, order.deadline_ns, faults)
+        self._reads[order.request_id] = state
         journal.note("read_posted", lease=order.lease_id, read=order.request_id)
+        if reason:
+            # Some of it is in flight.
+            self._give_up(state, reason)
 
     def _progress(self, state: _ReadState, now: int) -> bool:
         """Moves one read on. True: something happened."""
@@ -368,24 +427,18 @@ class Transfers:
                 self._finish(state, "SOURCE_SILENT")
                 return True
             return False
-        status = self._transport.state(state.handle)
-        if state.faults.stall_reads:
-            status = "PROC"
+        status = self._look(state)
         if status == "DONE":
             # After completion, not before: a process that was paused must see its own lateness.
             state.completed_ns = self._clock()
             journal.note("read_completed", lease=state.order.lease_id, read=state.order.request_id)
-            try:
-                state.bytes_moved = self._transport.bytes_moved(state.handle)
-            except TransportError as error:
-                _log.warning("bytes_uncounted", lease=state.order.lease_id, error=str(error))
             if state.completed_ns > state.deadline_ns:
                 self._finish(state, "LATE")
                 return True
             state.phase = _Phase.CONFIRMING
             return True
         if status == "ERR":
-            self._finish(state, "TRANSFER_FAILED")
+            self._give_up(state, "TRANSFER_FAILED")
             return True
         if now > state.deadline_ns - DEADLINE_MARGIN_NS:
             self._give_up(state, "LEASE_EXPIRED")
@@ -395,17 +448,42 @@ class Transfers:
             return True
         return False
 
+    def _look(self, state: _ReadState) -> str:
+        """How the READs of all ranks stand, taken together; asking drives progress."""
+        if state.faults.stall_reads:
+            return "PROC"
+        together = "DONE"
+        for part in state.parts:
+            if part.done or part.handle is None:
+                continue
+            status = self._transport.state(part.handle)
+            if status == "DONE":
+                part.done = True
+                state.bytes_moved += self._moved(part.handle, state.order.lease_id)
+            elif status == "ERR" or together == "DONE":
+                together = status
+        return together
+
+    def _moved(self, handle: ReadHandle, lease_id: str) -> int:
+        try:
+            return self._transport.bytes_moved(handle)
+        except TransportError as error:
+            _log.warning("bytes_uncounted", lease=lease_id, error=str(error))
+            return 0
+
     def _answered(self, lease_id: str, peer: str, held: bool) -> None:
         for state in self._reads.values():
-            if state.order.lease_id == lease_id and state.peer == peer:
-                state.held = held
+            if state.order.lease_id == lease_id:
+                for part in state.parts:
+                    if part.peer == peer:
+                        part.held = held
 
     def _finish(self, state: _ReadState, reason: str) -> None:
         """The read is over, well or not: tell vLLM, let NIXL go, tell the scheduler side."""
         if not reason:
             state.faults.after_read(state.order, self._regions)
         self._tell_engine(state.order, failed=bool(reason))
-        if self._transport.release(state.handle):
+        if self._released(state):
             self._end(state, published=not reason, reason=reason)
         else:
             state.given_up = reason or "RELEASE_FAILED"
@@ -425,12 +503,21 @@ class Transfers:
         Releasing the handle of a READ in flight asks NIXL to cancel it, which proves nothing: the
         landing blocks stay in quarantine until it has ended, or its source is attested dead.
         """
-        if state.faults.stall_reads or self._transport.state(state.handle) == "PROC":
-            return False
-        if not self._transport.release(state.handle):
+        if state.faults.stall_reads or not self._released(state):
             return False
         self._end(state, published=False, reason=state.given_up)
         return True
+
+    def _released(self, state: _ReadState) -> bool:
+        """Lets go of the READs that have ended; whether all have."""
+        for part in state.parts:
+            if part.handle is None:
+                continue
+            if not part.done and self._transport.state(part.handle) == "PROC":
+                continue
+            if self._transport.release(part.handle):
+                part.handle = None
+        return all(part.handle is None for part in state.parts)
 
     def _end(self, state: _ReadState, *, published: bool, reason: str) -> None:
         self._reads.pop(state.order.request_id, None)

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvshuttle.dataplane.messages import PeerRegion
+from kvshuttle.dataplane.messages import WHOLE, HeadSlice, PeerRegion
 
 __all__ = [
     "BlockList",
@@ -102,6 +102,8 @@ class NixlTransport:
             ) from error
         self._regions: list[LocalRegion] = []
         self._peers: dict[str, list[PeerRegion]] = {}
+        # What is read of a peer's blocks; it has no entry if nothing is.
+        self._heads: dict[str, HeadSlice] = {}
         self._registered: list[Any] = []
 
     def register(self, regions: Sequence[LocalRegion]) -> bytes:
@@ -119,9 +121,18 @@ class NixlTransport:
         metadata = self._agent.get_agent_metadata()
         return metadata if isinstance(metadata, bytes) else bytes(metadata)
 
-    def add_peer(self, agent_name: str, metadata: bytes, regions: list[PeerRegion]) -> None:
-        """Loads a peer and starts to connect; raises :class:`TransportError` if it does not fit."""
-        if [r.block_bytes for r in regions] != [r.block_bytes for r in self._regions]:
+    def add_peer(
+        self,
+        agent_name: str,
+        metadata: bytes,
+        regions: list[PeerRegion],
+        heads: HeadSlice | None = WHOLE,
+    ) -> None:
+        """Loads a peer and starts to connect; raises :class:`TransportError` if it does not fit.
+
+        `heads` is what is read of it; None: nothing.
+        """
+        if heads is not None and not _fit(self._regions, regions, heads):
             raise TransportError(
                 f"peer {agent_name}: its {len(regions)} regions have other block sizes than our "
                 f"{len(self._regions)}; the fingerprints should have caught this"
@@ -139,9 +150,12 @@ class NixlTransport:
         except Exception as error:  # NIXL raises many types of its own
             raise TransportError(f"peer {agent_name}: {error}") from error
         self._peers[agent_name] = regions
+        if heads is not None:
+            self._heads[agent_name] = heads
 
     def drop_peer(self, agent_name: str) -> None:
         """Forgets a peer; unknown ones are fine."""
+        self._heads.pop(agent_name, None)
         if self._peers.pop(agent_name, None) is not None:
             try:
                 self._agent.remove_remote_agent(agent_name)
@@ -155,20 +169,30 @@ class NixlTransport:
     def post_read(
         self, agent_name: str, local: Sequence[int], remote: Sequence[int], notice: bytes
     ) -> ReadHandle:
-        """Posts a READ of whole blocks, all regions, with a notice to the peer at its completion.
+        """Posts a READ of blocks, or of what the peer has of them, all regions, with a notice to
+        the peer at its completion.
 
         Raises :class:`TransportError` when NIXL refuses.
         """
         try:
-            peer = self._peers[agent_name]
+            peer, heads = self._peers[agent_name], self._heads[agent_name]
         except KeyError:
             raise TransportError(f"peer {agent_name} is not connected") from None
-        first_local, first_remote, lengths = merge_runs(local, remote)
         local_rows, remote_rows, total = [], [], 0
+        if heads.whole:
+            first_local, first_remote, lengths = merge_runs(local, remote)
         for mine, theirs in zip(self._regions, peer, strict=True):
-            size = mine.block_bytes
-            local_rows.append(_rows(mine.base, first_local, lengths, size, mine.device_id))
-            remote_rows.append(_rows(theirs.base, first_remote, lengths, size, theirs.device_id))
+            if heads.whole:
+                size = mine.block_bytes
+                local_rows.append(_rows(mine.base, first_local, lengths, size, mine.device_id))
+                remote_rows.append(
+                    _rows(theirs.base, first_remote, lengths, size, theirs.device_id)
+                )
+            else:
+                # A part of a page ends before the next block's begins, on one side at least.
+                size = heads.count * (mine.block_bytes // heads.my_heads)
+                local_rows.append(_parts(mine, local, heads.mine, heads.my_heads, size))
+                remote_rows.append(_parts(theirs, remote, heads.theirs, heads.their_heads, size))
             total += size * len(local)
         try:
             mine_descs = self._agent.get_xfer_descs(
@@ -298,6 +322,29 @@ class NixlTransport:
             except Exception:  # noqa: S112
                 continue
         self._registered.clear()
+
+
+def _fit(mine: Sequence[LocalRegion], theirs: Sequence[PeerRegion], heads: HeadSlice) -> bool:
+    """Whether a head has as many bytes in each region of both."""
+    return len(mine) == len(theirs) and all(
+        a.block_bytes % heads.my_heads == 0
+        and b.block_bytes % heads.their_heads == 0
+        and a.block_bytes // heads.my_heads == b.block_bytes // heads.their_heads
+        for a, b in zip(mine, theirs, strict=True)
+    )
+
+
+def _parts(
+    region: LocalRegion | PeerRegion, blocks: Sequence[int], head: int, heads: int, size: int
+) -> npt.NDArray[np.uint64]:
+    """NIXL descriptors of `size` bytes of each block, from a head on."""
+    first = np.asarray(blocks, dtype=np.uint64)
+    rows = np.empty((len(first), 3), dtype=np.uint64)
+    start = region.base + head * (region.block_bytes // heads)
+    rows[:, 0] = np.uint64(start) + first * np.uint64(region.block_bytes)
+    rows[:, 1] = np.uint64(size)
+    rows[:, 2] = np.uint64(region.device_id)
+    return rows
 
 
 def _rows(

@@ -51,6 +51,7 @@ from kvshuttle.dataplane import journal
 from kvshuttle.dataplane.push_source import Scheduled
 from kvshuttle.dataplane.push_steps import Fence
 from kvshuttle.dataplane.scheduler import FinishedRequest
+from kvshuttle.dataplane.shapes import Heads, heads_of_rank
 from kvshuttle.dataplane.transport import LocalRegion
 
 __all__ = [
@@ -76,6 +77,7 @@ __all__ = [
     "engine_probe",
     "fingerprint",
     "finished_state",
+    "kv_heads",
     "kv_regions",
     "rank_of",
     "scheduled",
@@ -390,10 +392,45 @@ def _blocks_outermost(view: torch.Tensor, num_blocks: int) -> bool:
     return bool(view.stride(0) == inner and dense == view.numel())
 
 
+def kv_heads(
+    config: VllmConfig, kv: KVCacheConfig, rank: int, regions: Sequence[LocalRegion]
+) -> Heads:
+    """The KV heads that a rank keeps; none where a block cannot be taken apart by heads.
+
+    It can where heads are outermost in a block (vLLM's LBHNC): then each head of a block is one run
+    of bytes. Raises :class:`UnsupportedError` where vLLM's split is not the one that is known here.
+    """
+    spec = kv.kv_cache_groups[0].kv_cache_spec
+    assert isinstance(spec, FullAttentionSpec)  # see check_supported
+    ranks = config.parallel_config.tensor_parallel_size
+    # With MLA every rank keeps the one latent head.
+    total = 1 if config.model_config.use_mla else config.model_config.get_total_num_kv_heads()
+    try:
+        heads = heads_of_rank(rank, ranks, total)
+    except ValueError as error:
+        raise UnsupportedError(f"tensor_parallel_size: {error}") from error
+    if heads.count != spec.num_kv_heads:
+        raise UnsupportedError(
+            f"tensor_parallel_size: rank {rank} of {ranks} keeps {spec.num_kv_heads} KV heads, not "
+            f"{heads.count} of {total}; this way to split attention is not supported"
+        )
+    layout = config.cache_config.get_resolved_kv_cache_layout()
+    padded = spec.num_head_slots not in (None, heads.count) or spec.page_size_padded is not None
+    if padded or not (layout.is_block_contiguous or heads.count == total == 1):
+        return Heads(0, 0)
+    if any(region.block_bytes % heads.count for region in regions):
+        return Heads(0, 0)
+    return heads
+
+
 def fingerprint(
-    config: VllmConfig, regions: Sequence[LocalRegion], model_id: str
+    config: VllmConfig, regions: Sequence[LocalRegion], heads: Heads, model_id: str
 ) -> list[tuple[str, str]]:
-    """All that must be equal for two workers' KV to be the same bytes, as (name, value)."""
+    """All that must be equal for two workers' KV to be the same bytes, as (name, value).
+
+    Where a block can be taken apart by heads, the number of ranks need not be: then a head's bytes
+    count. Dummy weights are drawn anew for each split.
+    """
     model, cache, parallel = config.model_config, config.cache_config, config.parallel_config
     backends = [b.get_name() for b in get_current_attn_backends(config)]
     hash_name = cache.prefix_caching_hash_algo
@@ -407,8 +444,11 @@ def fingerprint(
         ("kv_cache_layout", str(cache.get_resolved_kv_cache_layout().name)),
         ("attention_backend", ",".join(sorted(set(backends)))),
         ("block_size", str(cache.block_size)),
-        ("region_block_bytes", _digest(json.dumps([r.block_bytes for r in regions]))),
-        ("tensor_parallel_size", str(parallel.tensor_parallel_size)),
+        (
+            "region_head_bytes",
+            _digest(json.dumps([r.block_bytes // max(1, heads.count) for r in regions])),
+        ),
+        ("kv_heads", str(model.get_total_num_kv_heads())),
         ("block_hash", hash_name),
         ("block_hash_seed", _hash_seed(hash_name)),
         ("vllm", ".".join(vllm_version().split(".")[:2])),
@@ -418,6 +458,9 @@ def fingerprint(
         fields.append(("cpu_isa", _cpu_isa(config)))
     if str(config.load_config.load_format) in ("dummy", "LoadFormats.DUMMY"):
         fields.append(("dummy_seed", str(model.seed)))
+        fields.append(("dummy_weights_ranks", str(parallel.tensor_parallel_size)))
+    if not heads.count:
+        fields.append(("tensor_parallel_size", str(parallel.tensor_parallel_size)))
     return fields
 
 

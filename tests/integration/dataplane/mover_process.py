@@ -2,7 +2,8 @@
 
 Run as ``python -m tests.integration.dataplane.mover_process``. Speaks JSON lines on its standard
 streams: prints its endpoint first, then obeys ``{"order": <base64 msgpack>}``,
-``{"fill": [block, value]}``, ``{"peek": block}``, ``{"results": true}``,
+``{"fill": [block, value]}``, ``{"fill_head": [block, head, value]}``, ``{"peek": block}``,
+``{"peek_heads": block}``, ``{"results": true}``,
 ``{"events": seconds}``, and as vLLM's worker thread would ``{"step": <base64 msgpack>}``,
 ``{"layer": number}`` and ``{"step_over": true}``.
 """
@@ -24,16 +25,19 @@ from kvshuttle.dataplane.mover import Mover
 from kvshuttle.dataplane.transport import LocalRegion
 
 NUM_BLOCKS = 64
-BLOCK_BYTES = 4096
+HEAD_BYTES = 1024
+BLOCK_BYTES = 4 * HEAD_BYTES
 LAYERS = 3
 
 
 def main() -> None:
     """Serves until its input ends."""
     faults: dict[str, Any] = json.loads(sys.argv[1]) if len(sys.argv) > 1 else {}
-    memory = [np.zeros((NUM_BLOCKS, BLOCK_BYTES), dtype=np.uint8) for _ in range(LAYERS)]
+    heads = int(sys.argv[2]) if len(sys.argv) > 2 else BLOCK_BYTES // HEAD_BYTES
+    block_bytes = heads * HEAD_BYTES
+    memory = [np.zeros((NUM_BLOCKS, block_bytes), dtype=np.uint8) for _ in range(LAYERS)]
     regions = [
-        LocalRegion(f"layer{i}", a.ctypes.data, BLOCK_BYTES, NUM_BLOCKS, "DRAM", 0)
+        LocalRegion(f"layer{i}", a.ctypes.data, block_bytes, NUM_BLOCKS, "DRAM", 0)
         for i, a in enumerate(memory)
     ]
     mover = Mover(
@@ -73,6 +77,15 @@ def main() -> None:
             for layer, array in enumerate(memory):
                 array[block] = value + layer
             say("ok")
+        elif "fill_head" in command:
+            block, head, value = command["fill_head"]
+            for layer, array in enumerate(memory):
+                array[block].reshape(heads, HEAD_BYTES)[head] = value + layer
+            say("ok")
+        elif "peek_heads" in command:
+            # Every byte of a head is the same, or it is -1.
+            pages = [a[command["peek_heads"]].reshape(heads, HEAD_BYTES) for a in memory]
+            say([[int(h[0]) if (h == h[0]).all() else -1 for h in page] for page in pages])
         elif "peek" in command:
             say([int(a[command["peek"]].sum()) for a in memory])
         elif "step" in command:

@@ -27,7 +27,9 @@ BLOCK_BYTES, LAYERS = 4096, 3
 class Far:
     """One process with a mover in it."""
 
-    def __init__(self, name: str, faults: dict[str, Any] | None = None) -> None:
+    def __init__(
+        self, name: str, faults: dict[str, Any] | None = None, heads: int | None = None
+    ) -> None:
         self.worker = (name, 1)
         self.process = subprocess.Popen(
             [
@@ -35,6 +37,7 @@ class Far:
                 "-m",
                 "tests.integration.dataplane.mover_process",
                 json.dumps(faults or {}),
+                *([] if heads is None else [str(heads)]),
             ],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -86,13 +89,14 @@ class Far:
                 return finished, failed
         raise AssertionError("no results")
 
-    def meet(self, other: Far) -> None:
+    def meet(self, other: Far, heads: m.HeadSlice | None = m.WHOLE) -> None:
         self.order(
             m.AddPeer(
                 *other.worker,
                 other.hello["name"],
                 base64.b64decode(other.hello["metadata"]),
                 [m.PeerRegion(*r) for r in other.hello["regions"]],
+                heads,
             )
         )
         assert self.event("PeerReady")["error"] == ""

@@ -22,7 +22,7 @@ from kvshuttle.controlplane.model.terms import (
     WorkerRef,
     WorkerRole,
 )
-from tests.unit.controlplane.world import KEY, World
+from tests.unit.controlplane.world import KEY, World, split
 
 PUBLISHED, FAILED = TransferOutcome.PUBLISHED, TransferOutcome.FAILED
 LANDING = Descriptors(BlockRange(2, 20), b"head", "landing")
@@ -426,6 +426,16 @@ def test_the_way_forward(
     plan = world.begin(prompt_tokens=tokens).plan
     assert (plan.forward_mode, plan.forward_reason) == (mode, reason)
     assert len(world.state.leases) == (mode is ForwardMode.PUSH)
+
+
+@pytest.mark.parametrize("setting", ["push", "auto"])
+def test_workers_that_are_split_otherwise_pull(setting: Any) -> None:
+    world = World(Limits(forward=setting))
+    world.connect("p", WorkerRole.PREFILL, push=True, **split(1))
+    world.connect("d", WorkerRole.DECODE, push=True, **split(2))
+    plan = world.begin(prompt_tokens=4_000).plan
+    assert (plan.forward_mode, plan.forward_reason) == (ForwardMode.PULL, "SPLIT_DIFFERS")
+    assert not world.state.leases
 
 
 def test_what_comes_back_is_not_computed_and_hides_nothing() -> None:

@@ -165,3 +165,14 @@ class World:
         turn = self.begin()
         (order,) = self.told(decode, c.Harden)
         return prefill, decode, turn, order
+
+
+def split(ranks: int, total: int = 4) -> dict[str, Any]:
+    """What a hello says of so many KV heads over so many ranks."""
+    share = max(1, total // ranks)
+    return {
+        "num_ranks": ranks,
+        "ranks": ("rank",) * ranks,
+        "heads": tuple((i * total // ranks, share) for i in range(ranks)),
+        "fingerprint": (("kv_heads", str(total)), ("model", "m")),
+    }

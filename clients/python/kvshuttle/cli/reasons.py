@@ -35,6 +35,11 @@ _FORWARD = {
         "one of the two agents cannot push, or cannot be pushed to",
         "bring both engines' kvshuttle to one version",
     ),
+    "SPLIT_DIFFERS": _fine(
+        "prefill and decode have other numbers of tensor-parallel ranks, and a push goes rank to "
+        "rank",
+        "nothing; where pushes matter, start both with the same --tensor-parallel-size",
+    ),
     "DESTINATION_FULL": Reason(
         "decode had too few free blocks, or too many in quarantine, for a landing zone",
         "see kvshuttle workers; fence what is dead, or give decode more memory",

@@ -222,12 +222,20 @@ class RankEndpoint(_message.Message):
     AGENT_NAME_FIELD_NUMBER: _builtins.int
     AGENT_METADATA_FIELD_NUMBER: _builtins.int
     REGIONS_FIELD_NUMBER: _builtins.int
+    FIRST_HEAD_FIELD_NUMBER: _builtins.int
+    NUM_HEADS_FIELD_NUMBER: _builtins.int
     rank: _builtins.int
     """Tensor-parallel rank."""
     agent_name: _builtins.str
     """NIXL's name of the agent; unique a boot."""
     agent_metadata: _builtins.bytes
     """NIXL's serialised agent metadata."""
+    first_head: _builtins.int
+    """The first of the model's KV heads that this rank keeps."""
+    num_heads: _builtins.int
+    """How many KV heads it keeps: they divide each block of a region evenly, in order. 0: a block
+    cannot be taken apart by heads, and only workers with as many ranks can exchange it.
+    """
     @_builtins.property
     def regions(self) -> _containers.RepeatedCompositeFieldContainer[Global___MemoryRegion]:
         """The registered KV regions, in layer order."""
@@ -239,10 +247,12 @@ class RankEndpoint(_message.Message):
         agent_name: _builtins.str = ...,
         agent_metadata: _builtins.bytes = ...,
         regions: _abc.Iterable[Global___MemoryRegion] | None = ...,
+        first_head: _builtins.int = ...,
+        num_heads: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "rank", b"rank", "regions", b"regions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_metadata", b"agent_metadata", "agent_name", b"agent_name", "first_head", b"first_head", "num_heads", b"num_heads", "rank", b"rank", "regions", b"regions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -223,7 +223,7 @@ class Plan(_message.Message):
     """How the KV of this turn's prompt reaches decode. PUSH: start both legs together."""
     forward_reason: _builtins.str
     """One word that explains `forward_mode`: CONFIGURED, OVERLAP_PAYS, TOO_SHORT_TO_OVERLAP,
-    PROMPT_UNKNOWN, NOT_ABLE, DESTINATION_FULL, SAME_WORKER.
+    PROMPT_UNKNOWN, NOT_ABLE, SPLIT_DIFFERS, DESTINATION_FULL, SAME_WORKER.
     """
     placement: _builtins.str
     """One word that explains where the turn runs: for example LEAST_LOADED,

@@ -121,6 +121,8 @@ class Hello(Struct, frozen=True, gc=False):
     nixl_backend: str = ""
     push: bool = False
     past: tuple[int, ...] = ()
+    # The KV heads of each rank: (first, how many); 0: not to be taken apart by heads.
+    heads: tuple[tuple[int, int], ...] = ()
     replicas: tuple[ReplicaReport, ...] = ()
     leases: tuple[LeaseReport, ...] = ()
 

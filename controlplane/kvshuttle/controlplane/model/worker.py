@@ -49,6 +49,7 @@ class Worker(Struct, frozen=True):
     nixl_backend: str = ""
     push: bool = False
     past: tuple[int, ...] = ()
+    heads: tuple[tuple[int, int], ...] = ()
     end_ns: int = 0
     requests: tuple[str, ...] = ()
     fenced_boots: tuple[str, ...] = ()
@@ -93,6 +94,7 @@ class Worker(Struct, frozen=True):
             nixl_backend=hello.nixl_backend,
             push=hello.push,
             past=hello.past,
+            heads=hello.heads,
             end_ns=0,
         )
 

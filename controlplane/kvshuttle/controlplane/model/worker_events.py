@@ -12,6 +12,7 @@ from kvshuttle.controlplane.model import (
     recovery,
     replica_events,
     retention_events,
+    splits,
     turn_events,
 )
 from kvshuttle.controlplane.model.agenda import Due
@@ -27,7 +28,6 @@ from kvshuttle.controlplane.model.errors import (
     IncarnationMismatchError,
     LineageChangedError,
     NotFoundError,
-    UnsupportedError,
     WorkerFencedError,
 )
 from kvshuttle.controlplane.model.terms import LeaseState, WorkerRef, WorkerState
@@ -79,6 +79,7 @@ def hello(w: Work, says: Hello, *, accept_lineage: bool) -> Welcome:
             incarnation=before.ref.incarnation,
             boot_id=before.boot_id,
         )
+    splits.check(says)
     _compare(says, (x for x in state.workers.values() if x.connected and x is not before))
     recovery.check_term(w, says, before)
     if before is not None and same_boot:
@@ -154,14 +155,7 @@ def _compare(says: Hello, live: Iterable[Worker]) -> None:
                 worker_id=says.worker_id,
                 other_worker_id=other.ref.worker_id,
             )
-    if says.num_ranks != other.num_ranks:
-        raise UnsupportedError(
-            f"worker {says.worker_id} has {says.num_ranks} ranks, worker {other.ref.worker_id} "
-            f"has {other.num_ranks}: start both with the same tensor-parallel size",
-            what="ranks",
-            ours=other.num_ranks,
-            theirs=says.num_ranks,
-        )
+    splits.check_pair(says, other)
 
 
 def _replaced(w: Work, before: Worker) -> None:

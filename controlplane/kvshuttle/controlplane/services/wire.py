@@ -129,6 +129,9 @@ def hello_in(message: pb.AgentHello) -> Hello:
         nixl_backend=message.nixl_backend,
         push=message.push,
         past=tuple(message.past_incarnations[-PAST_INCARNATIONS:]),
+        heads=tuple(
+            (x.first_head, x.num_heads) for x in sorted(message.ranks, key=lambda x: x.rank)
+        ),
         replicas=tuple(_replica_in(replica) for replica in message.replicas),
         leases=tuple(
             LeaseReport(

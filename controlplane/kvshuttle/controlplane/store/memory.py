@@ -46,6 +46,7 @@ def at_rest(worker: Worker) -> Worker:
         nixl_backend="",
         push=False,
         past=(),
+        heads=(),
         clock=0,
         pool=PoolStats(),
         counters=Counters(),
