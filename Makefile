@@ -68,10 +68,10 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 
 .PHONY: test test-fast lint dashboards reference proto sim sim-exhaustive soak mutants bench-controlplane bench-gateway bench-idle bench-planner bench-retention bench-ttft clean
 test: model frameworks lint ## lint and all tests, those on real engines too
-	@$(BIN)/python -m pytest tests --durations=15 $(ARGS)
+	@$(BIN)/python scripts/run_tests.py $(ARGS)
 
 test-fast: lint ## lint and the tests that need no engine and little time
-	@$(BIN)/python -m pytest tests -m "not engines and not simulation and not slow" --durations=5 $(ARGS)
+	@$(BIN)/python -m pytest tests -n auto -m "not engines and not simulation and not slow" --durations=5 $(ARGS)
 
 lint: $(VENV)/.dev ## style, types, layers, the API's rules, the stubs
 	@VENV=$(VENV) scripts/lint.sh

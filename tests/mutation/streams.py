@@ -182,6 +182,14 @@ STREAMS = (
         ),
     ),
     Mutant(
+        "link_does_not_end_its_stream",
+        "what an ended stream had queued is dropped before the next hello",
+        AGENT + "link.py",
+        "        self._agent.end_stream(conversation.life)\n",
+        "",
+        ("tests/integration/dataplane/test_link.py",),
+    ),
+    Mutant(
         "link_does_not_tell_the_epoch",
         "a hello names the highest epoch heard",
         AGENT + "link.py",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
@@ -119,6 +120,13 @@ def opened(control_plane: ScriptedControlPlane) -> Stream:
     return control_plane.streams.get(timeout=20)
 
 
+def until(true: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
 def offer(engine: Engine, retention_s: float = 60) -> None:
     expect = agent_pb2.ExpectTurn(
         turn_token="t", tenant="a", session_id="s", leg=types_pb2.LEG_DECODE
@@ -144,16 +152,7 @@ def test_an_idle_engine_obeys_at_once(control_plane: ScriptedControlPlane, engin
     offer(engine)
     offered = stream.next_event("offered")
     assert offered.num_blocks == 3
-    harden = agent_pb2.Harden(
-        lease_id="l1",
-        version=1,
-        tenant="a",
-        session_id="s",
-        head_hash=offered.head_hash,
-        range=types_pb2.BlockRange(end=3),
-    )
-    harden.ttl.FromSeconds(30)
-    stream.command(harden=harden)
+    stream.command(harden=harden_order(offered, "l1"))
     assert list(stream.next_event("hardened").blocks.block_ids) == [1, 2, 3]
 
 
@@ -231,6 +230,46 @@ def test_a_new_stream_starts_with_the_whole_inventory(
     assert [r.num_blocks for r in hello.replicas] == [3]
     assert (hello.highest_epoch, hello.lineage_id) == (7, "L")
     assert hello.boot_id == "boot-1"
+
+
+def harden_order(offered: agent_pb2.ReplicaOffered, lease_id: str) -> agent_pb2.Harden:
+    order = agent_pb2.Harden(
+        lease_id=lease_id,
+        version=1,
+        tenant="a",
+        session_id="s",
+        head_hash=offered.head_hash,
+        range=types_pb2.BlockRange(end=3),
+    )
+    order.ttl.FromSeconds(30)
+    return order
+
+
+def test_what_an_ended_stream_had_queued_is_not_obeyed_after_the_next_hello(
+    control_plane: ScriptedControlPlane, engine: Engine
+) -> None:
+    """The engine computes one long step, and a command waits for its end. The next hello says that
+    there is no such lease, so there must not come to be one."""
+    stream = opened(control_plane)
+    stream.welcome()
+    offer(engine)
+    offered = stream.next_event("offered")
+    step_over = threading.Event()
+
+    def compute() -> None:
+        step_over.wait(20)
+
+    engine.on_scheduler_thread(compute)
+    wakes = engine.wakes
+    stream.command(harden=harden_order(offered, "queued"))
+    until(lambda: engine.wakes > wakes)
+    stream.close()
+    again = opened(control_plane)
+    assert not again.welcome(epoch=2).leases
+    again.command(harden=harden_order(offered, "asked anew"), epoch=2)
+    step_over.set()
+    assert again.next_event("hardened").lease_id == "asked anew"
+    assert [x.lease_id for x in engine.agent.lease_inventory()] == ["asked anew"]
 
 
 def test_many_large_answers_do_not_make_a_message_too_large(
