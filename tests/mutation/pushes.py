@@ -204,4 +204,12 @@ PUSHES = (
         "        if False:\n            # It was late",
         (SIDES,),
     ),
+    Mutant(
+        "push_late_offer_unanswered",
+        "an offer under a lease that is over is let go at once",
+        CONTROL + "model/lease_events.py",
+        "        push_events.offered_in_vain(w, ref, lease_id, lease)\n        return\n",
+        "        return\n",
+        (MODEL,),
+    ),
 )

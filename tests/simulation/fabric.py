@@ -38,6 +38,8 @@ class FlyingRead:
     generations: list[int]
     status: str = "PROC"
     copied: int = 0
+    # NIXL never says that the other end has died.
+    hangs: bool = False
 
     @property
     def lease_id(self) -> str:
@@ -57,6 +59,7 @@ class FlyingWrite:
     generations: list[int]
     status: str = "PROC"
     copied: int = 0
+    hangs: bool = False
 
 
 @dataclass(eq=False)
@@ -66,12 +69,18 @@ class Fabric:
     kernel: Kernel
     # Whether the machines of two workers cannot reach each other now.
     cut_off: Callable[[str, str], bool]
+    # Kills the process at one end.
+    kill: Callable[[SimTransport], None]
     # READs go on while either end's process is paused (RDMA), or need both to run (UCX here).
     one_sided: bool
     slow_ms: float = 20.0
     notice_slow_ms: float = 5.0
     notice_loss: float = 0.0
     read_error: float = 0.0
+    # What the next READ or WRITE meets: its other end dies while it runs, or it fails.
+    kill_next_source: bool = False
+    kill_next_target: bool = False
+    fail_next_write: bool = False
     transports: dict[str, SimTransport] = field(default_factory=dict)
     flying: list[FlyingRead] = field(default_factory=list)
     writing: list[FlyingWrite] = field(default_factory=list)
@@ -104,12 +113,20 @@ class Fabric:
             if read.source.pool is pool and block_id in read.remote[read.copied :]
         ]
 
+    def be_well(self) -> None:
+        """Nothing goes wrong any more."""
+        self.notice_loss = self.read_error = 0.0
+        self.kill_next_source = self.kill_next_target = self.fail_next_write = False
+
     def start(self, read: FlyingRead) -> None:
         """Its bytes move from now on."""
         self.posted += 1
         if read.source.attested:
             return
         self.flying.append(read)
+        if self.kill_next_source and read.source.alive:
+            self.kill_next_source, read.hangs = False, True
+            self.kernel.at(0, None, self.kill, read.source)
         self.kernel.at(between(self.kernel.rng, 0.2, self.slow_ms), None, self._move, read)
 
     def _move(self, read: FlyingRead) -> None:
@@ -121,7 +138,7 @@ class Fabric:
             return
         if not read.source.alive:
             # UCX notices, or never does.
-            if rng.random() < 0.5:
+            if read.hangs or rng.random() < 0.5:
                 kernel.fault("read_hangs", read.reader.name, lease=read.lease_id)
                 return
             self._end(read, "ERR")
@@ -167,6 +184,9 @@ class Fabric:
         """Its bytes move from now on."""
         self.written += 1
         self.writing.append(write)
+        if self.kill_next_target and write.target.alive:
+            self.kill_next_target, write.hangs = False, True
+            self.kernel.at(0, None, self.kill, write.target)
         self.kernel.at(between(self.kernel.rng, 0.2, self.slow_ms), None, self._move_write, write)
 
     def _move_write(self, write: FlyingWrite) -> None:
@@ -174,7 +194,7 @@ class Fabric:
         if write not in self.writing:
             return
         if not write.target.alive:
-            if rng.random() < 0.5:
+            if write.hangs or rng.random() < 0.5:
                 kernel.fault("write_hangs", write.writer.name)
                 self.writing.remove(write)
                 return
@@ -186,7 +206,8 @@ class Fabric:
         if stuck:
             kernel.at(between(rng, 20, 200), None, self._move_write, write)
             return
-        if self.read_error and rng.random() < self.read_error:
+        if self.fail_next_write or (self.read_error and rng.random() < self.read_error):
+            self.fail_next_write = False
             kernel.fault("write_error", write.writer.name)
             self._end_write(write, "ERR")
             return

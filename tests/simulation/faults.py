@@ -121,6 +121,18 @@ class Faults:
     def _no_read_errors(self) -> None:
         self.world.fabric.read_error = 0.0
 
+    def write_fails(self) -> None:
+        """The next WRITE fails."""
+        self.world.fabric.fail_next_write = True
+
+    def crash_mid_read(self) -> None:
+        """The source of the next READ dies while it runs, and NIXL never says so."""
+        self.world.fabric.kill_next_source = True
+
+    def crash_mid_write(self) -> None:
+        """The target of the next WRITE dies while it runs, and NIXL never says so."""
+        self.world.fabric.kill_next_target = True
+
     # Processes.
 
     def pause_worker(self) -> None:
@@ -240,12 +252,7 @@ class Faults:
         boot = self._busy_boot()
         if boot is None:
             return
-        self.kernel.fault("crash_worker", boot.name)
-        worker_id = boot.spec.worker_id
-        self.world.crash_worker(worker_id)
-        if self.rng.random() < 0.7:
-            delay = between(self.rng, 50, 5_000)
-            self.kernel.at(delay, None, self.world.restart_worker, worker_id)
+        self.world.kill(boot)
 
     def second_boot(self) -> None:
         """An engine is started twice under one worker_id. The first still runs, and reads: it
@@ -422,6 +429,9 @@ FAULTS: dict[str, tuple[float, int]] = {
     "notice_loss": (0.4, 2),
     "slow_reads": (0.35, 2),
     "read_errors": (0.5, 3),
+    "write_fails": (0.35, 2),
+    "crash_mid_read": (0.35, 1),
+    "crash_mid_write": (0.5, 1),
     "pause_worker": (0.25, 2),
     "pause_mover": (0.3, 2),
     "slow_step": (0.35, 3),
@@ -444,16 +454,31 @@ FAULTS: dict[str, tuple[float, int]] = {
     "fence": (0.25, 1),
 }
 
+_COUNTED_OTHERWISE = (
+    "notice_loss",
+    "read_errors",
+    "write_fails",
+    "crash_mid_read",
+    "crash_mid_write",
+    "end_session",
+    "preempt",
+)
+
 KINDS = (
-    *(k for k in FAULTS if k not in ("notice_loss", "read_errors", "end_session", "preempt")),
+    *(k for k in FAULTS if k not in _COUNTED_OTHERWISE),
     "notice_lost",
     "read_error",
+    "read_hangs",
+    "write_error",
+    "write_hangs",
     "session_end",
     "message_delay",
     "clock_drift",
     "adversarial_reuse",
     "late_request",
     "abort",
+    "abort_during_load",
+    "fork",
     "concurrent_turns",
     "sibling",
     "duplicate",

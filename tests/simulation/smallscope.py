@@ -71,7 +71,7 @@ class _Notices(Fabric):
     """READs and notices move when an action says so."""
 
     def __init__(self, kernel: Kernel) -> None:
-        super().__init__(kernel, lambda _a, _b: False, one_sided=True)
+        super().__init__(kernel, lambda _a, _b: False, lambda _: None, one_sided=True)
         self.notices: deque[tuple[SimTransport, SimTransport, bytes]] = deque()
 
     def start(self, read: FlyingRead) -> None:

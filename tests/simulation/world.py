@@ -15,7 +15,7 @@ from kvshuttle.controlplane.model.terms import WorkerRef
 from kvshuttle.controlplane.store import MemoryStore, SqliteStore, Store
 from tests.simulation.clients import Behaviour, Cluster, Conversation
 from tests.simulation.control import ControlPlane
-from tests.simulation.fabric import Fabric
+from tests.simulation.fabric import Fabric, SimTransport
 from tests.simulation.invariants import Checker
 from tests.simulation.kernel import Kernel, Machine, Violation, between
 from tests.simulation.stream import Stream
@@ -56,7 +56,7 @@ class World:
         self.rng = kernel.rng
         self.shape = shape
         self.cuts: set[frozenset[str]] = set()
-        self.fabric = Fabric(kernel, self.cut_off, shape.one_sided)
+        self.fabric = Fabric(kernel, self.cut_off, self._kill_end, shape.one_sided)
         self.checker = Checker(kernel, self.fabric)
         self.control_machine = self._machine("cp")
         self.machines = {spec.worker_id: self._machine(spec.worker_id) for spec in shape.specs}
@@ -267,6 +267,22 @@ class World:
         self.dead_boots.append(boot)
         self.cluster.boot_died(boot)
 
+    def kill(self, boot: Boot) -> None:
+        """SIGKILL of an engine; it comes back, or does not."""
+        worker_id = boot.spec.worker_id
+        if self.boots[worker_id] is not boot:
+            return
+        self.kernel.fault("crash_worker", boot.name)
+        self.crash_worker(worker_id)
+        if self.rng.random() < 0.7:
+            self.kernel.at(between(self.rng, 50, 5_000), None, self.restart_worker, worker_id)
+
+    def _kill_end(self, transport: SimTransport) -> None:
+        for boot in self.boots.values():
+            if boot is not None and transport in boot.transports:
+                self.kill(boot)
+                return
+
     def restart_worker(self, worker_id: str) -> None:
         """A new boot in its place."""
         if self.boots[worker_id] is None:
@@ -312,7 +328,7 @@ class World:
     def heal(self) -> None:
         """Faults are over: everything runs, everybody is reachable, the dead are attested."""
         self.cuts.clear()
-        self.fabric.notice_loss = self.fabric.read_error = 0.0
+        self.fabric.be_well()
         self.shape.behaviour.abort = 0.0
         if self.stale is not None and self.stale.alive:
             self.stale.crash("seen by an operator")

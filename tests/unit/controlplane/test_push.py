@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from kvshuttle.controlplane.model import commands as c
+from kvshuttle.controlplane.model.errors import IncarnationMismatchError
 from kvshuttle.controlplane.model.lease import Lease
 from kvshuttle.controlplane.model.limits import SECOND, Limits
 from kvshuttle.controlplane.model.reports import Descriptors, LeaseReport, StopReport
@@ -324,6 +325,39 @@ def test_after_a_restart_nothing_but_the_writer_is_believed() -> None:
     assert len(world.let_go()) == 1
 
 
+def test_an_offer_that_comes_too_late_is_let_go_at_once() -> None:
+    """Its request was admitted while the stream was down, or under an older term."""
+    for case in ("lost", "renumbered", "restarted", "another lineage"):
+        world = Pair()
+        lease_id, version = world.push.lease_id, world.push.version
+        match case:
+            case "lost":
+                world.lose(world.d)
+                world.connect("d", WorkerRole.DECODE, push=True)
+            case "renumbered":
+                first = world.state.workers["d"]
+                world.lose(world.d)
+                second = world.connect("d", WorkerRole.DECODE, push=True, boot_id="second")
+                world.lose(second)
+                world.connect(
+                    "d",
+                    WorkerRole.DECODE,
+                    push=True,
+                    boot_id=first.boot_id,
+                    past=(first.ref.incarnation,),
+                )
+            case "restarted":
+                world.start()
+                world.connect("d", WorkerRole.DECODE, push=True)
+            case _:
+                world = Pair()
+                lease_id = "of-another-history"
+        world.sent.clear()
+        ref = world.state.workers["d"].ref
+        world.agent(ref, "hardened", lease_id, version, LANDING)
+        assert [x.lease_id for x in world.told(ref, c.WriterStopped)] == [lease_id], case
+
+
 def test_a_landing_zone_that_is_not_in_the_books_is_asked_about() -> None:
     world = World(Limits(forward="push"))
     prefill = world.connect("p", WorkerRole.PREFILL, push=True)
@@ -337,6 +371,21 @@ def test_a_landing_zone_that_is_not_in_the_books_is_asked_about() -> None:
     assert not world.told(decode, c.WriterStopped)
     world.agent(prefill, "stopped", "lineage-7-7", stopped)
     assert [x.lease_id for x in world.told(decode, c.WriterStopped)] == ["lineage-7-7"]
+    assert not world.state.orphans
+
+
+def test_its_writer_can_be_fenced_though_no_books_have_it() -> None:
+    """The store was lost with the writer's boot in it; another boot has the name now."""
+    world = Pair()
+    old = WorkerRef("p", world.p.incarnation - 100)
+    report = LeaseReport("of-another-history", 3, False, writer=old)
+    world.connect("d", WorkerRole.DECODE, push=True, leases=(report,))
+    world.sent.clear()
+    with pytest.raises(IncarnationMismatchError):
+        world.do(world.registry.fence(world.now, WorkerRef("p", 7), "not that one"))
+    world.do(world.registry.fence(world.now, old, "host is off"))
+    assert [x.worker for x in world.told(world.d, c.PeerFenced)] == [old]
+    assert world.state.workers["p"].connected
     assert not world.state.orphans
 
 

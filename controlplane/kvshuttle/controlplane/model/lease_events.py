@@ -166,11 +166,10 @@ def hardened(w: Work, ref: WorkerRef, lease_id: str, version: int, blocks: Descr
     of the asking needs no look: no lease is pending when an epoch begins (`recovery`). Of a push,
     the destination holds its landing zone, for as long as it takes: no guard."""
     lease = w.state.leases.get(lease_id)
-    if lease is not None and lease.push and lease.reader_stopped and lease.keeper == ref:
-        # A landing zone for a lease that is over: nobody was granted it.
-        push_events.tell_landing(w, lease, pull_follows=lease.end_reason == push_events.PULLED)
+    if lease is None or (lease.push and not lease.open):
+        push_events.offered_in_vain(w, ref, lease_id, lease)
         return
-    if lease is None or lease.keeper != ref or lease.state is not LeaseState.PENDING:
+    if lease.keeper != ref or lease.state is not LeaseState.PENDING:
         return  # ended meanwhile: its end has released the source, or a deadline will
     if version != lease.version:
         return  # no answer to what was asked

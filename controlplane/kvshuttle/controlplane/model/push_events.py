@@ -40,6 +40,7 @@ __all__ = [
     "grant",
     "landing_known",
     "make",
+    "offered_in_vain",
     "open_of_turn",
     "orphan_answered",
     "plan_for",
@@ -51,6 +52,7 @@ __all__ = [
     "stop_writer",
     "stopped",
     "tell_landing",
+    "writer_gone",
     "writer_lacks",
 ]
 
@@ -143,6 +145,17 @@ def tell_landing(w: Work, lease: Lease, *, pull_follows: bool = False) -> None:
     # Its process may have another number by now.
     _, holder = w.state.orphans.pop(lease.lease_id, (None, lease.destination))
     w.command(holder, WriterStopped(lease.lease_id, lease.version, lease.end_reason, pull_follows))
+
+
+def offered_in_vain(w: Work, ref: WorkerRef, lease_id: str, lease: Lease | None) -> None:
+    """A landing zone for a lease that is over, or not in the books. An offer is made once, to one
+    control plane: if this one does not grant it, nobody was granted it. Not so for what an
+    inventory names, which may have been offered to another. (To a source that has hardened a range
+    for an unknown lease it says nothing.)"""
+    pulled = lease is not None and lease.end_reason == PULLED and lease.keeper == ref
+    reason = lease.end_reason if lease is not None else "UNKNOWN_LEASE"
+    version = lease.version if lease is not None else 0
+    w.command(ref, WriterStopped(lease_id, version, reason, pulled))
 
 
 def stop_writer(w: Work, lease: Lease, reason: str, to: WorkerRef | None = None) -> None:
@@ -289,6 +302,15 @@ def writer_lacks(w: Work, ref: WorkerRef, writes: Collection[str]) -> None:
             w.command(holder, WriterStopped(lease_id, 0, "RECONNECTED"))
 
 
+def writer_gone(w: Work, ref: WorkerRef) -> bool:
+    """A boot that is in no books, but was named as a landing zone's writer, is attested dead: it
+    need not be asked. True if there was one."""
+    named = [lease_id for lease_id, (writer, _) in w.state.orphans.items() if writer == ref]
+    for lease_id in named:
+        del w.state.orphans[lease_id]
+    return bool(named)
+
+
 def landing_known(w: Work, ref: WorkerRef, report: LeaseReport) -> bool:
     """A boot holds a landing zone under a lease that is over, or not in the books. True where that
     was all that there is to say of it."""
@@ -311,6 +333,13 @@ def landing_known(w: Work, ref: WorkerRef, report: LeaseReport) -> bool:
         return True
     if not mine:
         w.state.orphans[report.lease_id] = (writer, ref)
+        w.fact(
+            "landing_waits_for_its_writer",
+            lease_id=report.lease_id,
+            worker_id=ref.worker_id,
+            writer=writer.worker_id,
+            writer_incarnation=writer.incarnation,
+        )
     worker = w.state.workers.get(writer.worker_id)
     if worker is not None and worker.connected and worker.was(writer):
         w.command(

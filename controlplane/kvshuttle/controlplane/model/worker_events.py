@@ -262,7 +262,7 @@ def fence(w: Work, ref: WorkerRef, attestation: str, request: str = "") -> Worke
         raise NotFoundError("worker", ref.worker_id)
     if request and request in worker.requests:
         return worker
-    if worker.ref != ref and _waited_for(w, ref):
+    if worker.ref != ref and (_waited_for(w, ref) or push_events.writer_gone(w, ref)):
         _dead(w, ref, attestation)
         if request:
             worker = worker.asked(request)
