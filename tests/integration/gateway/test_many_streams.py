@@ -83,6 +83,7 @@ def files() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+@pytest.mark.timeout(300)
 async def test_two_thousand_idle_streams(
     control: FakeControlPlane, engine: IdleEngine, tmp_path: Path, files: None
 ) -> None:
