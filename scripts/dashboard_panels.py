@@ -716,6 +716,13 @@ GATEWAY = Board(
                     "stack",
                 ),
                 Panel(
+                    "Sessions",
+                    "By what named them: docs/gateway.md, Which conversation.",
+                    "ops",
+                    rate("kvshuttle_gateway_sessions_named_total", "source"),
+                    "stack",
+                ),
+                Panel(
                     "Prompt tokens",
                     "Cached: prefill had their KV.",
                     "short",

@@ -172,6 +172,25 @@ async def test_refusals_have_the_apis_shape(control: FakeControlPlane) -> None:
     assert (broken.status_code, broken.json()["error"]["type"]) == (400, "invalid_request_error")
 
 
+async def test_an_engines_refusal_has_the_apis_shape(
+    gateway: RunningGateway, prefill: FakeEngine, decode: FakeEngine
+) -> None:
+    """vLLM checks a body before it looks at the route, and says so in OpenAI's form."""
+    said = json.dumps({"error": {"message": "max_tokens: none", "type": "Bad Request"}}).encode()
+    for engine in (prefill, decode):
+        prefill.script = decode.script = Script()
+        engine.script = Script(status=422, body=said)
+        refused = await ask(gateway, "messages")
+        assert refused.status_code == 422
+        assert refused.json() == {
+            "type": "error",
+            "error": {"type": "invalid_request_error", "message": "max_tokens: none"},
+        }
+        assert (await ask(gateway, "responses")).content == said
+        engine.script = Script(status=404, body=b"no such thing")
+        assert (await ask(gateway, "messages")).content == b"no such thing"
+
+
 async def test_keys_of_both_kinds_of_clients(
     control: FakeControlPlane, decode: FakeEngine, tmp_path: Path
 ) -> None:

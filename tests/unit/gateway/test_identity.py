@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from kvshuttle.gateway.body import RequestBody, parse
+from kvshuttle.gateway.conversations import Conversations
 from kvshuttle.gateway.errors import ApiError
 from kvshuttle.gateway.identity import CLIENT_HEADERS, Identity, identify
 from kvshuttle.gateway.stored import StoredResponse, StoredResponses
@@ -211,3 +212,36 @@ def test_a_session_in_a_users_id_that_is_json() -> None:
     assert identify("t", {}, body) == Identity("7f3e2a10", "user_session")
     for odd in ("{", "{}", '{"session_id": 7}'):
         assert identify("t", {}, messages(HELLO, metadata={"user_id": odd})).source == "user"
+
+
+def test_without_a_name_the_longest_known_beginning_names_it() -> None:
+    known = Conversations(lambda: "2")
+    metadata = {"user_id": "someone"}
+
+    def ask(*said: dict[str, Any], **fields: Any) -> Identity:
+        return identify("t", {}, chat(messages=[SYSTEM, *said], **fields), None, known)
+
+    for fields, source in (({}, "derived"), ({"metadata": metadata}, "user")):
+        first = ask(HELLO, **fields)
+        # As it is named where nothing is known.
+        assert first == identify("t", {}, chat(messages=[SYSTEM, HELLO], **fields))
+        assert first.source == source
+        # Another one that begins so meanwhile.
+        other = ask(HELLO, **fields)
+        assert other == Identity(f"{first.session_id}-2", "forked")
+        assert first.place is not None
+        assert other.place is not None
+        first.place.answered([["assistant", "hi"]])
+        other.place.answered([["assistant", "hey"]])
+        more = message("user", "more")
+        later = ask(HELLO, message("assistant", "hey"), more, **fields)
+        assert later == Identity(other.session_id, "prefix")
+        assert ask(HELLO, message("assistant", "hi"), more, **fields).source == "prefix"
+
+
+def test_who_has_a_name_is_not_looked_at() -> None:
+    known = Conversations(lambda: "2")
+    named = identify("t", {"session-id": "s"}, chat(messages=[HELLO]), None, known)
+    assert named.place is None
+    assert identify("t", {}, completion(["a", "b"]), None, known).place is None
+    assert len(known) == 0

@@ -103,6 +103,7 @@ def test_every_metric_of_trouble_is_shown_or_alerted_on() -> None:
         "kvshuttle_build_info",
         "kvshuttle_gateway_build_info",
         "kvshuttle_gateway_dropped_kv_transfer_params_total",
+        "kvshuttle_gateway_known_conversations",
         "kvshuttle_output_tokens_total",
         "kvshuttle_store_records_total",
         "kvshuttle_streams",

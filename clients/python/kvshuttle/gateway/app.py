@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import secrets
 import time
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from kvshuttle.gateway import body as bodies
 from kvshuttle.gateway import errors, metrics
 from kvshuttle.gateway.auth import Authenticator
 from kvshuttle.gateway.control import ControlPlane
+from kvshuttle.gateway.conversations import Conversations
 from kvshuttle.gateway.dialects import DIALECTS
 from kvshuttle.gateway.engines import EngineDirectory
 from kvshuttle.gateway.hints import hints_of_headers
@@ -97,6 +99,7 @@ class Gateway:
             control,
             http,
             self._stored(http),
+            Conversations(lambda: secrets.token_hex(4)),
             self.tracing,
         )
         control.start()
@@ -204,7 +207,11 @@ class CompletionEndpoint:
             tenant = gateway.auth.tenant(headers)
             with gateway.in_flight.one(tenant):
                 request = await self._read(tenant, headers, receive)
-                return await self._run(request, receive, send)
+                try:
+                    return await self._run(request, receive, send)
+                finally:
+                    if request.identity.place is not None:
+                        request.identity.place.close()
         except errors.ApiError as error:
             await _send_error(error, self._dialect, send)
             return error.status
@@ -247,7 +254,9 @@ class CompletionEndpoint:
             body.drop("request_id")
         if body.dropped_kv_params:
             gateway.metrics.dropped_kv_params.inc()
-        identity = identify(tenant, headers, body, gateway.services.stored)
+        services = gateway.services
+        identity = identify(tenant, headers, body, services.stored, services.conversations)
+        gateway.metrics.identified(identity.source, len(services.conversations))
         return TurnRequest(tenant, identity, body, headers, policy, started, hints, comment)
 
 

@@ -9,7 +9,7 @@ import hashlib
 import json
 import re
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from kvshuttle.gateway.errors import bad_request
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvshuttle.gateway.body import RequestBody
+    from kvshuttle.gateway.conversations import Conversations, Place
     from kvshuttle.gateway.stored import StoredResponses
 
 SESSION_HEADER = "x-session-id"
@@ -45,6 +46,8 @@ Source = Literal[
     "user_session",
     "user",
     "derived",
+    "prefix",
+    "forked",
     "unique",
 ]
 
@@ -55,6 +58,8 @@ class Identity:
 
     session_id: str
     source: Source
+    # Where the session is known by what is said: to be closed once the request is over.
+    place: Place | None = field(default=None, compare=False, repr=False)
 
 
 def identify(
@@ -62,11 +67,13 @@ def identify(
     headers: Mapping[str, str],
     body: RequestBody,
     stored: StoredResponses | None = None,
+    conversations: Conversations | None = None,
 ) -> Identity:
     """Names the session by the first of these that the request has: X-Session-ID, a header of
     `CLIENT_HEADERS`, `prompt_cache_key`, `conversation`, `previous_response_id` (the session of
-    that response, as far as `stored` knows it), a session in `metadata.user_id`, the conversation's
-    own start (with that user's id, if there is one).
+    that response, as far as `stored` knows it), a session in `metadata.user_id`, the conversation
+    itself: its start (with that user's id, if there is one) or, where `conversations` knows more
+    than one that starts so, the longest beginning that is known.
 
     Header values are as HTTP has them: text in Latin-1. Raises a 400 ApiError for an X-Session-ID
     or a `prompt_cache_key` that cannot be one; what a client sends without being told to is never
@@ -80,7 +87,7 @@ def identify(
         if sent:
             return Identity(_fitted(sent), "client_header")
     named = _named_in_body(tenant, body, stored)
-    return named if named is not None else _by_content(tenant, body)
+    return named if named is not None else _by_content(tenant, body, conversations)
 
 
 def _named_in_body(
@@ -110,7 +117,7 @@ def _named_in_body(
     return None
 
 
-def _by_content(tenant: str, body: RequestBody) -> Identity:
+def _by_content(tenant: str, body: RequestBody, conversations: Conversations | None) -> Identity:
     metadata = body.fields.get("metadata")
     user = metadata.get("user_id") if isinstance(metadata, dict) else None
     user = user if isinstance(user, str) and user else None
@@ -119,10 +126,15 @@ def _by_content(tenant: str, body: RequestBody) -> Identity:
     seed = body.dialect.start(body.fields)
     if seed is None:
         return Identity(f"one-{uuid.uuid4().hex}", "unique")
+    source: Source = "derived"
+    key = "auto-" + _digest([tenant, body.model, *seed])
     if user is not None:
         # A user has many conversations: alone, the id would make them one.
-        return Identity("user-" + _digest([tenant, body.model, user, *seed]), "user")
-    return Identity("auto-" + _digest([tenant, body.model, *seed]), "derived")
+        source, key = "user", "user-" + _digest([tenant, body.model, user, *seed])
+    if conversations is None:
+        return Identity(key, source)
+    place = conversations.place(tenant, key, body.dialect.said(body.fields))
+    return Identity(place.session_id, source if place.how == "begun" else place.how, place)
 
 
 def _session_in_user(user: str) -> str | None:

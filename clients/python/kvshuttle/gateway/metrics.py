@@ -54,6 +54,17 @@ class Metrics:
             "Requests of the generating routes that run.",
             registry=self.registry,
         )
+        self.sessions = Counter(
+            "kvshuttle_gateway_sessions_named",
+            "Requests, by what named their session: docs/gateway.md, Which conversation.",
+            ["source"],
+            registry=self.registry,
+        )
+        self.known_conversations = Gauge(
+            "kvshuttle_gateway_known_conversations",
+            "Conversations without a name that are recognized by what was said in them.",
+            registry=self.registry,
+        )
         self.turns = Counter(
             "kvshuttle_gateway_turns",
             "Turns ended, by outcome and return mode (unplaced: without the control plane).",
@@ -142,6 +153,11 @@ class Metrics:
             "1 if the control plane answered the last call, else 0.",
             registry=self.registry,
         )
+
+    def identified(self, source: str, known: int) -> None:
+        """What named a request's session, and how many are known by what was said."""
+        self.sessions.labels(source).inc()
+        self.known_conversations.set(known)
 
     def used(self, usage: TurnUsage) -> None:
         """What a turn cost, as its engines said."""

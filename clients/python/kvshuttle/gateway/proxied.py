@@ -84,7 +84,11 @@ class ProxiedEndpoints:
             raw += chunk
             if len(raw) > limit:
                 raise errors.body_too_large(limit)
-        return await self._anywhere(request, tenant, raw)
+        answer = await self._anywhere(request, tenant, raw)
+        if answer.status_code >= 400:
+            body = DIALECTS["messages"].engine_error(answer.status_code, bytes(answer.body))
+            return Response(body, answer.status_code, media_type=answer.media_type)
+        return answer
 
     async def _anywhere(self, request: Request, tenant: str, body: bytes) -> Response:
         services = self._gateway.services

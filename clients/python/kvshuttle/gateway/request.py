@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
     from kvshuttle.gateway.body import RequestBody
     from kvshuttle.gateway.control import ControlPlane
+    from kvshuttle.gateway.conversations import Conversations
     from kvshuttle.gateway.engines import EngineDirectory
     from kvshuttle.gateway.identity import Identity
     from kvshuttle.gateway.legs import EngineHttp
@@ -33,6 +34,7 @@ class Services:
     control: ControlPlane
     http: EngineHttp
     stored: StoredResponses
+    conversations: Conversations
     tracing: Tracing | None = None
 
 

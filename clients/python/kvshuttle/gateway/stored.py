@@ -6,13 +6,12 @@ from collections import OrderedDict
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from kvshuttle.gateway import limits
+
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable
 
 __all__ = ["StoredResponse", "StoredResponses"]
-
-# About 300 bytes each.
-_MAX_RESPONSES = 50_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +29,7 @@ class StoredResponses:
     def __init__(
         self,
         find: Callable[[str], Awaitable[str | None]] | None = None,
-        limit: int = _MAX_RESPONSES,
+        limit: int = limits.KNOWN_RESPONSES,
     ) -> None:
         """`find` asks the engines which of them has a response that is not known here, and returns
         its URL. Leave it out where there are several tenants: an engine does not know whose a

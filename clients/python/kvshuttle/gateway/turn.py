@@ -20,6 +20,8 @@ from kvshuttle.gateway.usage import with_true_usage
 from kvshuttle.v1 import session_service_pb2 as session
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from starlette.types import Send
 
     from kvshuttle.gateway.legs import DecodeStream
@@ -45,6 +47,12 @@ class TurnRun:
         self.client_gone = False
         self._placing = Placing(services, request)
         self._events: EventPassthrough | None = None
+        # What the answer says is of use only where the conversation is known by it.
+        self._listener = (
+            request.body.dialect.listener(request.body.fields)
+            if request.identity.place is not None
+            else None
+        )
         self._answer = ClientAnswer(
             send,
             request.body.dialect,
@@ -74,7 +82,7 @@ class TurnRun:
                 self._placing.trace.leg_ended()
         except PrefillRefused as refused:
             answer = refused.answer
-            await self._answer.whole(answer.status, answer.headers, without_kv_params(answer.body))
+            await self._whole(answer.status, answer.headers, answer.body)
         except errors.ApiError as error:
             await self._answer.error(error)
         except asyncio.CancelledError:
@@ -127,10 +135,19 @@ class TurnRun:
                 body, self.request.body.dialect, self._placing.found()
             )
             self._note_first_token(stream=False)
-        await self._answer.whole(stream.status, stream.headers, without_kv_params(body))
+            if self._listener is not None:
+                self._listener.whole(body)
+                self._note_answer()
+        await self._whole(stream.status, stream.headers, body)
         if stream.status < 400:
             return session.TURN_OUTCOME_COMPLETED
         return session.TURN_OUTCOME_FAILED
+
+    async def _whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        body = without_kv_params(body)
+        if status >= 400:
+            body = self.request.body.dialect.engine_error(status, body)
+        await self._answer.whole(status, headers, body)
 
     async def _relay_events(self, stream: DecodeStream) -> session.TurnOutcome.ValueType:
         dialect = self.request.body.dialect
@@ -143,6 +160,10 @@ class TurnRun:
                 if ready := events.feed(chunk):
                     if not named:
                         named = self._note_response(ready, stream.url)
+                    if self._listener is not None:
+                        self._listener.events(ready)
+                        if events.ended and not events.saw_error:
+                            self._note_answer()
                     if events.ended and self.request.wants_comment and not commented:
                         self._placing.cost.decode = events.usage
                         ready, commented = (
@@ -158,6 +179,9 @@ class TurnRun:
         if broken is None:
             rest = events.finish()
             if events.ended:
+                if rest and self._listener is not None and not events.saw_error:
+                    self._listener.events(rest)
+                    self._note_answer()
                 await self._answer.body(rest, more=False)
                 if events.saw_error:
                     return session.TURN_OUTCOME_FAILED
@@ -175,6 +199,12 @@ class TurnRun:
             dialect.error_event(errors.engine_broke_off(), events.last), more=False
         )
         return session.TURN_OUTCOME_FAILED
+
+    def _note_answer(self) -> None:
+        """Before its end goes out: the next turn may come with it."""
+        place = self.request.identity.place
+        if place is not None and self._listener is not None:
+            place.answered(self._listener.said())
 
     def _note_response(self, answer: bytes, url: str) -> bool:
         """Remembers where a response is kept, by its first bytes; true if nothing is left to do."""

@@ -7,9 +7,12 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from kvshuttle.gateway.dialects.said import plain
+
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
+    from kvshuttle.gateway.dialects.listening import Listener
     from kvshuttle.gateway.errors import ApiError
     from kvshuttle.gateway.jsonspans import Path
 
@@ -75,7 +78,15 @@ class Dialect:
         instructions, tools and first message. None if there is no such thing."""
         raise NotImplementedError
 
+    def said(self, fields: Mapping[str, Any]) -> list[Any]:
+        """All that is said in it, piece by piece, as it looks the same in later turns."""
+        raise NotImplementedError
+
     # Answers
+
+    def listener(self, fields: Mapping[str, Any]) -> Listener:
+        """For the answer to a request with these fields."""
+        raise NotImplementedError
 
     def usage(self, usage: Mapping[str, Any]) -> Usage:
         """The engine's usage object, read."""
@@ -103,6 +114,10 @@ class Dialect:
     def error_body(self, error: ApiError) -> bytes:
         """The gateway's own refusal, as the API's clients know errors."""
         return error.body()
+
+    def engine_error(self, _status: int, body: bytes) -> bytes:
+        """An engine's refusal, as the API's clients know errors. vLLM's own form is OpenAI's."""
+        return body
 
     def error_event(self, error: ApiError, _sent: bytes) -> bytes:
         """An event that the API's clients raise as an error; `_sent` is what went before it."""
@@ -148,33 +163,16 @@ def start_of(messages: Any, *instructions: Any) -> list[Any] | None:
         role = message.get("role")
         if role in ("system", "developer"):
             if first is None:
-                system.append(_plain(message.get("content")))
+                system.append(plain(message.get("content")))
         elif role == "user":
-            first = _plain(message.get("content"))
+            first = plain(message.get("content"))
             break
         elif first is None:
-            first = _plain(message)
-    given = [_plain(one) for one in instructions]
+            first = plain(message)
+    given = [plain(one) for one in instructions]
     if first is None and not system and not any(given):
         return None
     return [system, given, first]
-
-
-# One client puts a line into its instructions that differs in each request; vLLM drops it.
-_PER_REQUEST = "x-anthropic-billing-header"
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, str):
-        return None if value.startswith(_PER_REQUEST) else value
-    if isinstance(value, list):
-        items = [plain for one in value if (plain := _plain(one)) is not None]
-        return items[0] if len(items) == 1 and isinstance(items[0], str) else items
-    if isinstance(value, dict):
-        if isinstance(text := value.get("text"), str):
-            return _plain(text)
-        return {name: _plain(one) for name, one in value.items() if name != "cache_control"}
-    return value
 
 
 def dumped(fields: Mapping[str, Any]) -> bytes:

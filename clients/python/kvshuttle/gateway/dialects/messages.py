@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from kvshuttle.gateway.dialects import said
 from kvshuttle.gateway.dialects.base import Dialect, Route, Usage, count, dumped, estimate, start_of
+from kvshuttle.gateway.dialects.listening import BlocksListener, Listener
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -59,6 +62,12 @@ class Messages(Dialect):
         found = start_of(fields.get("messages"), fields.get("system"))
         return None if found is None else [*found, fields.get("tools")]
 
+    def said(self, fields: Mapping[str, Any]) -> list[Any]:
+        return said.of_messages(fields.get("messages"))
+
+    def listener(self, fields: Mapping[str, Any]) -> Listener:
+        return BlocksListener()
+
     def usage(self, usage: Mapping[str, Any]) -> Usage:
         cached = count(usage.get("cache_read_input_tokens"))
         created = count(usage.get("cache_creation_input_tokens"))
@@ -84,8 +93,23 @@ class Messages(Dialect):
         }
 
     def error_body(self, error: ApiError) -> bytes:
-        kind = _ERRORS.get(error.status, "api_error" if error.status >= 500 else _ERRORS[400])
-        return dumped({"type": "error", "error": {"type": kind, "message": error.message}})
+        return _error(error.status, error.message)
+
+    def engine_error(self, status: int, body: bytes) -> bytes:
+        """vLLM says in OpenAI's form what it finds before it looks at the route, and calls errors
+        by names of its own in both."""
+        try:
+            fields = json.loads(body)
+        except (ValueError, RecursionError):
+            return body
+        said = fields.get("error") if isinstance(fields, dict) else None
+        message = said.get("message") if isinstance(said, dict) else None
+        return _error(status, message) if isinstance(message, str) else body
 
     def error_event(self, error: ApiError, _sent: bytes) -> bytes:
         return b"event: error\ndata: " + self.error_body(error) + b"\n\n"
+
+
+def _error(status: int, message: str) -> bytes:
+    kind = _ERRORS.get(status, "api_error" if status >= 500 else _ERRORS[400])
+    return dumped({"type": "error", "error": {"type": kind, "message": message}})

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvshuttle.gateway.dialects import said
 from kvshuttle.gateway.dialects.base import Dialect, Route, estimate, start_of
+from kvshuttle.gateway.dialects.listening import ChatListener, Listener, TextListener
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -26,8 +28,8 @@ _NOT_IN_PREFILL = frozenset(
     }
 )
 # A completion's first turn is recognized in its later ones by this much of its start.
-_PROMPT_HEAD_CHARS = 256
-_PROMPT_HEAD_TOKENS = 64
+_PROMPT_HEAD_CHARS = said.PIECE_CHARS
+_PROMPT_HEAD_TOKENS = said.PIECE_TOKENS
 
 
 class _Completion(Dialect):
@@ -62,6 +64,12 @@ class Chat(_Completion):
         found = start_of(fields.get("messages"))
         return None if found is None else [*found, fields.get("tools")]
 
+    def said(self, fields: Mapping[str, Any]) -> list[Any]:
+        return said.of_messages(fields.get("messages"))
+
+    def listener(self, fields: Mapping[str, Any]) -> Listener:
+        return ChatListener()
+
 
 class Completions(_Completion):
     """`/v1/completions`."""
@@ -85,13 +93,18 @@ class Completions(_Completion):
         prompt = fields.get("prompt")
         if prompt_count(prompt) > 1:
             return None
-        if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
-            prompt = prompt[0]
+        prompt = said.the_prompt(prompt)
         if isinstance(prompt, str) and prompt:
             return [prompt[:_PROMPT_HEAD_CHARS]]
         if isinstance(prompt, list) and prompt:
             return [prompt[:_PROMPT_HEAD_TOKENS]]
         return None
+
+    def said(self, fields: Mapping[str, Any]) -> list[Any]:
+        return said.of_prompt(fields.get("prompt"))
+
+    def listener(self, fields: Mapping[str, Any]) -> Listener:
+        return TextListener(fields.get("prompt"))
 
 
 def prompt_count(prompt: Any) -> int:

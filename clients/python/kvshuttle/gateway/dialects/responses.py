@@ -6,7 +6,9 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from kvshuttle.gateway.dialects import said
 from kvshuttle.gateway.dialects.base import Dialect, Route, Usage, count, dumped, estimate, start_of
+from kvshuttle.gateway.dialects.listening import Listener, ResponseListener
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -54,6 +56,12 @@ class Responses(Dialect):
     def start(self, fields: Mapping[str, Any]) -> list[Any] | None:
         found = start_of(fields.get("input"), fields.get("instructions"))
         return None if found is None else [*found, fields.get("tools")]
+
+    def said(self, fields: Mapping[str, Any]) -> list[Any]:
+        return said.of_input(fields.get("input"))
+
+    def listener(self, fields: Mapping[str, Any]) -> Listener:
+        return ResponseListener()
 
     def usage(self, usage: Mapping[str, Any]) -> Usage:
         details = _details(usage)
