@@ -27,9 +27,11 @@ from kvshuttle.localstack.metrics import EXTERNAL_HITS
 from tests.support.conversation import Oracle
 from tests.support.history import History
 from tests.support.leaks import assert_nothing_leaked, free_blocks
+from tests.support.otlp import Collector
 
 ROOT = Path(__file__).parents[2]
 TINY = ROOT / ".models" / "tiny"
+STORES_RESPONSES = {"VLLM_ENABLE_RESPONSES_API_STORE": "1"}
 AGENT_ERRORS = ("hook_failed", "inbox_item_failed", "mover_failed")
 PREFILL, DECODE = "prefill-0", "decode-0"
 # 12,800 tokens: three prompts of the greatest length, so that memory can be made short.
@@ -184,11 +186,26 @@ def store_args(logs: Path, *flags: str) -> list[str]:
         # A lookup waits as long as computing would take, which for the tiny model is not as long
         # as a busy machine takes for a grant. What is late there is no finding.
         store += ["--lookup-wait-ms", "3000"]
-    return [*store, "--log-format=json", "--log-level=debug", *flags]
+    return [*store, "--log-format=json", "--log-level=debug", "--traces", *flags]
 
 
 @pytest.fixture(scope="session")
-def engines(logs: Path) -> Iterator[tuple[Stack, ControlPlane, Engine, Engine, Engine]]:
+def collector() -> Iterator[Collector]:
+    """Where the spans of all programs go. They make some only for requests whose client says that
+    its trace is wanted."""
+    collector = Collector()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_EXPORTER_OTLP_ENDPOINT", collector.url)
+        patch.setenv("OTEL_TRACES_SAMPLER", "parentbased_always_off")
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "200")
+        yield collector
+    collector.stop()
+
+
+@pytest.fixture(scope="session")
+def engines(
+    logs: Path, collector: Collector
+) -> Iterator[tuple[Stack, ControlPlane, Engine, Engine, Engine]]:
     """Control plane, prefill, decode and the plain engine, started side by side."""
     assert (TINY / "config.json").exists(), "no model: run `make model`"
     cpus = engine_cpus()
@@ -203,19 +220,24 @@ def engines(logs: Path) -> Iterator[tuple[Stack, ControlPlane, Engine, Engine, E
                     cpu,
                     num_blocks=POOL_BLOCKS,
                     # For /reset_prefix_cache, the stand-in for an eviction.
-                    env={"VLLM_SERVER_DEV_MODE": "1", "KVSHUTTLE_LOG_LEVEL": "debug"},
+                    env={
+                        "VLLM_SERVER_DEV_MODE": "1",
+                        "KVSHUTTLE_LOG_LEVEL": "debug",
+                        **STORES_RESPONSES,
+                    },
+                    extra_args=("--otlp-traces-endpoint", collector.url),
                     kv_transfer=kvshuttle_transfer(
                         control_plane=control_plane.target,
                         worker_id=name,
                         role=role,
-                        extra={"fault_file": str(logs / f"{name}.faults.json")},
+                        extra={"fault_file": str(logs / f"{name}.faults.json"), "traces": True},
                     ),
                 ),
                 log_dir=logs,
             )
             for name, role, cpu in ((PREFILL, "prefill", cpus[0]), (DECODE, "decode", cpus[1]))
         )
-        plain = Engine(engine_spec("plain", cpus[1]), log_dir=logs)
+        plain = Engine(engine_spec("plain", cpus[1], env=STORES_RESPONSES), log_dir=logs)
         stack.start(prefill, decode, plain)
         yield stack, control_plane, prefill, decode, plain
     history = History()
@@ -244,7 +266,7 @@ def cluster(
         prefill_urls=[prefill.url],
         decode_urls=[decode.url],
         # On two cores that three engines use, an answer may take longer than half a second.
-        extra_args=["--begin-turn-timeout-s", "5"],
+        extra_args=["--begin-turn-timeout-s", "5", "--traces"],
     )
     stack.start(gateway)
     with (
