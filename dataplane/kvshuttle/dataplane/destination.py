@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from kvshuttle.dataplane import extensions, journal
@@ -97,6 +97,8 @@ class DestinationSide:
         self._may_land: dict[str, tuple[int, int, list[bytes]]] = {}
         # Shared with the eager side.
         self._peers = eager.peers
+        # Requests that wait to hear what they may load, and until when.
+        self._undecided: dict[str, int] = {}
         # Answers of the movers that are still to come, by peer.
         self._unanswered: dict[tuple[str, int], int] = {}
         # As the control plane said; 0 until it has.
@@ -229,6 +231,7 @@ class DestinationSide:
 
         May be called many times for one request.
         """
+        self._undecided.pop(request_id, None)
         self._may_land.pop(request_id, None)
         if request_id in self._loads or self._landings.has(request_id):
             # Asked again after a failed load or a preemption: it has had its one lease.
@@ -238,7 +241,7 @@ class DestinationSide:
         leg = self._turns.find(key)
         if leg is None:
             if self._out.connected and now - looked < UNKNOWN_TURN_WAIT_NS:
-                return None
+                return self._later(request_id, looked + UNKNOWN_TURN_WAIT_NS)
             return self._no(request_id, "UNKNOWN_TURN")
         if leg.claimed_by not in ("", request_id):
             return self._no(request_id, "CLAIMED_BY_ANOTHER")
@@ -252,7 +255,7 @@ class DestinationSide:
         grant = self._by_leg.get(key)
         lands = leg.leg == types_pb2.LEG_DECODE and leg.push is not None and leg.hopes
         if grant is None and lands and self._out.connected:
-            return self._look_for_push(request_id, leg, hashes, start, usable, now - looked)
+            return self._look_for_push(request_id, leg, hashes, start, usable, looked)
         if grant is None:
             if self._eager.has_ended(leg.lease_id):
                 # What it brought is in the engine's own cache, and counted there.
@@ -269,13 +272,13 @@ class DestinationSide:
                     leg.refused = "NO_PREFIX"
                     return self._no(request_id, leg.refused)
             if now - looked < leg.lookup_wait_ns:
-                return None
+                return self._later(request_id, looked + leg.lookup_wait_ns)
             return self._no(request_id, "GRANT_TIMEOUT")
         if now > grant.deadline_ns - DEADLINE_MARGIN_NS:
             return self._no(request_id, "LEASE_EXPIRED")
         peer = self._peers.get(grant.source)
         if peer is None and now - looked < leg.lookup_wait_ns:
-            return None
+            return self._later(request_id, looked + leg.lookup_wait_ns)
         if peer is None or peer:
             return self._no(request_id, "PEER_UNREACHABLE" if peer else "PEER_UNKNOWN")
         if self._quarantine_full:
@@ -301,13 +304,13 @@ class DestinationSide:
         hashes: Sequence[bytes],
         start: int,
         usable: int,
-        waited_ns: int,
+        looked_ns: int,
     ) -> int | None:
         """What it lacks is written to it, if its blocks may be a landing zone."""
         assert leg.push is not None
         peer = self._peers.get(leg.push.peer)
-        if peer is None and waited_ns < leg.lookup_wait_ns:
-            return None
+        if peer is None and self._clock() - looked_ns < leg.lookup_wait_ns:
+            return self._later(request_id, looked_ns + leg.lookup_wait_ns)
         if peer is None or peer:
             return self._no(request_id, "PEER_UNREACHABLE" if peer else "PEER_UNKNOWN")
         if self._quarantine_full:
@@ -441,6 +444,7 @@ class DestinationSide:
     def request_gone(self, request_id: str, key: LegKey) -> int:
         """The request has finished or was aborted. Returns the tokens that a load spared it."""
         self._unqueue(request_id, key)
+        self._undecided.pop(request_id, None)
         self._looked.pop(request_id, None)
         self._matches.pop(request_id, None)
         self._why_not.pop(request_id, None)
@@ -540,6 +544,11 @@ class DestinationSide:
         )
 
     @property
+    def undecided(self) -> Collection[int]:
+        """For each request that waits to hear what it may load: until when it waits."""
+        return self._undecided.values()
+
+    @property
     def open_grants(self) -> list[Grant]:
         """Grants that are unused or in use."""
         return [*self._grants.values(), *self._eager.open_grants]
@@ -590,6 +599,10 @@ class DestinationSide:
     def _unqueue(self, request_id: str, key: LegKey) -> None:
         if self._queued.get(key) == request_id:
             del self._queued[key]
+
+    def _later(self, request_id: str, until_ns: int) -> None:
+        """What the request may load is not known yet, and is waited for until then."""
+        self._undecided[request_id] = until_ns
 
     def _no(self, request_id: str, reason: str) -> int:
         self._matches.pop(request_id, None)

@@ -330,16 +330,21 @@ class SchedulerAgent:
         return leases
 
     def rest(self, has_input: Callable[[], bool]) -> None:
-        """Nothing is to be computed in this step. If requests wait for their KV, vLLM's loop would
-        step on and on until it is there, on a core that prefill may need: so it waits here, until
-        something is heard, the engine has input, or a moment has passed."""
-        awaited = self.landings.awaited + self.destination.loading
+        """Nothing is to be computed in this step. If requests wait for their KV, or for a word on
+        it, vLLM's loop would step on and on until it is there, on cores that prefill, and who has
+        the word, may need: so it waits here, until something is heard, the engine has input, or a
+        moment has passed."""
+        undecided = self.destination.undecided
+        awaited = self.landings.awaited + self.destination.loading + len(undecided)
         if not awaited:
             return
         running, waiting = self._counts()
-        # Who waits for something else (blocks, a grant, a grammar) must be looked at again soon.
+        # Who waits for something else (blocks, a grammar) must be looked at again soon.
         alone = not running and waiting <= awaited
-        for _ in range((LONG_REST_NS if alone else REST_NS) // REST_LOOK_NS):
+        now = self._clock()
+        # Who has waited for a word for long enough computes.
+        rest = min([LONG_REST_NS if alone else REST_NS, *(until - now for until in undecided)])
+        for _ in range(max(0, rest) // REST_LOOK_NS):
             if self._news.is_set() or has_input():
                 return
             self._news.wait(REST_LOOK_NS / NS)

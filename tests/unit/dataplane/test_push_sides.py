@@ -761,6 +761,45 @@ def test_an_engine_that_only_waits_for_kv_rests_until_it_hears_something() -> No
     assert not looks
 
 
+def test_so_does_one_that_waits_for_a_word_on_what_it_may_read() -> None:
+    """Only as long as that may take: who has waited for long enough computes."""
+    bench = Decode()
+    bench.obey(writer_stopped=agent_pb2.WriterStopped(lease_id="l1", pull_follows=True))
+    assert bench.ask() is None
+    bench.agent._counts = lambda: (0, 1)
+    looks: list[int] = []
+
+    def has_input() -> bool:
+        looks.append(1)
+        return False
+
+    bench.agent.rest(has_input)
+    assert len(looks) == 300  # the lookup's wait, in ms
+    bench.clock.advance(0.29)
+    looks.clear()
+    bench.agent.rest(has_input)
+    assert len(looks) == 10
+    # The word comes.
+    looks.clear()
+    forward(bench, chain(5))
+    assert bench.ask() == 4 * BLOCK
+    bench.agent.rest(has_input)
+    assert not looks
+
+
+def test_one_that_has_waited_for_long_enough_does_not_rest() -> None:
+    bench = Decode()
+    bench.obey(writer_stopped=agent_pb2.WriterStopped(lease_id="l1", pull_follows=True))
+    assert bench.ask() is None
+    bench.clock.advance(0.4)
+    looks: list[int] = []
+    bench.agent.rest(lambda: bool(looks.append(1)))  # type: ignore[func-returns-value]
+    assert not looks
+    assert bench.ask() == 0
+    bench.agent.rest(lambda: bool(looks.append(1)))  # type: ignore[func-returns-value]
+    assert not looks
+
+
 def test_so_does_one_that_waits_for_a_read() -> None:
     bench = Decode()
     bench.obey(writer_stopped=agent_pb2.WriterStopped(lease_id="l1", pull_follows=True))
