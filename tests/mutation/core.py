@@ -162,7 +162,7 @@ CORE = (
         "let_go_in_proc",
         "a quarantine ends when NIXL has let go",
         AGENT + "transfers.py",
-        'if state.faults.stall_reads or self._transport.state(state.handle) == "PROC":',
+        'if not part.done and self._transport.state(part.handle) == "PROC":',
         "if False:",
         ("tests/unit/dataplane/test_transfers.py::test_blocks_are_free_only_when_nixl_has_let_go",),
     ),
@@ -326,6 +326,62 @@ CORE = (
         ),
     ),
     Mutant(
+        "other_split_one_reader_done",
+        "the reader has stopped when all its ranks' reads have ended, however many there are",
+        AGENT + "source.py",
+        "lease.ranks_done >= self.readers.get(lease.destination, self._out.num_ranks)",
+        "lease.ranks_done >= self._out.num_ranks",
+        (
+            "tests/unit/dataplane/test_split_reads.py::test_a_source_waits_for_every_reader_before_it_lets_go",
+        ),
+    ),
+    Mutant(
+        "half_of_the_heads",
+        "a rank reads all of its heads or nothing",
+        AGENT + "transfers.py",
+        "return list(sources) if all(heads == x.my_heads for x in sources.values()) else []",
+        "return list(sources)",
+        ("tests/unit/dataplane/test_split_reads.py::test_half_of_the_heads_are_not_read",),
+    ),
+    Mutant(
+        "one_yes_is_enough",
+        "every rank of the source says that it still held",
+        AGENT + "transfers.py",
+        "return None if None in answers else True",
+        "return True if True in answers else None",
+        (
+            "tests/unit/dataplane/test_split_reads.py::test_all_ranks_must_have_completed_and_said_yes",
+        ),
+    ),
+    Mutant(
+        "a_part_in_flight_forgotten",
+        "the landing blocks are free when every part has ended",
+        AGENT + "transfers.py",
+        "return all(part.handle is None for part in state.parts)",
+        "return any(part.handle is None for part in state.parts)",
+        (
+            "tests/unit/dataplane/test_split_reads.py::test_a_part_that_fails_leaves_the_other_in_quarantine",
+        ),
+    ),
+    Mutant(
+        "connection_failed_unseen",
+        "a peer is read only if every connection to it stands",
+        AGENT + "destination.py",
+        '            self._peers.setdefault(worker, "")',
+        '            self._peers[worker] = ""',
+        (
+            "tests/unit/dataplane/test_split_reads.py::test_one_connection_that_fails_is_not_hidden_by_another",
+        ),
+    ),
+    Mutant(
+        "heads_taken_on_trust",
+        "ranks keep what the split of the heads gives them",
+        CONTROL + "model/splits.py",
+        "        if (first, count) != expected:",
+        "        if False:",
+        ("tests/unit/controlplane/test_splits.py",),
+    ),
+    Mutant(
         "one_rank_unserved",
         "the range goes when all ranks say no",
         AGENT + "source.py",
@@ -465,7 +521,7 @@ CORE = (
         AGENT + "destination.py",
         (
             "            if now - looked < leg.lookup_wait_ns:\n"
-            "                return None\n"
+            "                return self._later(request_id, looked + leg.lookup_wait_ns)\n"
             '            return self._no(request_id, "GRANT_TIMEOUT")'
         ),
         "            return None",

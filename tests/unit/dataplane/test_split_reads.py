@@ -107,6 +107,7 @@ def test_all_ranks_must_have_completed_and_said_yes() -> None:
     mover.poll()
     assert mover.ended() == []
     mover.poll(right="DONE")
+    mover.poll()
     assert mover.ended() == []
     mover.hear("right", b"yes|l1")
     assert mover.ended() == [(True, "", 110)]
