@@ -600,9 +600,10 @@ class DestinationSide:
         if self._queued.get(key) == request_id:
             del self._queued[key]
 
-    def _later(self, request_id: str, until_ns: int) -> None:
+    def _later(self, request_id: str, until_ns: int) -> int | None:
         """What the request may load is not known yet, and is waited for until then."""
         self._undecided[request_id] = until_ns
+        return None
 
     def _no(self, request_id: str, reason: str) -> int:
         self._matches.pop(request_id, None)
