@@ -48,6 +48,11 @@ class Entry:
         return self.lease, str(self.fields.get("read", ""))
 
     @property
+    def chunk(self) -> tuple[str, str]:
+        """The part of a push that it is about."""
+        return self.lease, str(self.fields.get("chunk", ""))
+
+    @property
     def blocks(self) -> set[int]:
         """Its blocks' numbers."""
         found: set[int] = set()
@@ -101,6 +106,7 @@ class History:
             self._read_what_was_not_held,
             self._let_go_while_read,
             self._reused_while_held,
+            self._wrote_what_was_not_held,
             self._one_incarnation_twice,
         )
         return [problem for rule in rules for problem in rule()]
@@ -150,13 +156,17 @@ class History:
                 yield f"{entry.lease} was granted in {given[entry.lease]}, obeyed in {epoch}"
 
     def _read_without_a_grant(self) -> Iterable[str]:
-        """Whoever reads has obeyed a grant."""
+        """Whoever reads or writes has obeyed a grant."""
         grants: dict[str, set[str]] = defaultdict(set)
         for entry in self.entries:
             if entry.name == "obeys" and entry.fields["order"] == "grant":
                 grants[entry.where].add(entry.lease)
-            elif entry.name == "read_posted" and entry.lease not in grants[entry.where]:
-                yield f"{entry.life} reads under {entry.lease} without a grant"
+            elif (
+                entry.name in ("read_posted", "write_posted")
+                and entry.lease not in grants[entry.where]
+            ):
+                verb = entry.name.removesuffix("_posted")
+                yield f"{entry.life} {verb}s under {entry.lease} without a grant"
 
     def _used_twice(self) -> Iterable[str]:
         """One worker reads under a lease, for one request, or piece by piece for none."""
@@ -222,7 +232,8 @@ class History:
                 yield f"{posted.life} began to read {lease} after its source was told to let go"
 
     def _reused_while_held(self) -> Iterable[str]:
-        """No block is handed out that a lease's source holds, or that a READ may still fill."""
+        """No block is handed out that a lease's source holds, that a WRITE may still fetch, or that
+        a READ or WRITE may still fill."""
         holds: dict[str, dict[tuple[str, ...], set[int]]] = defaultdict(dict)
         for entry in self.entries:
             mine = holds[entry.life]
@@ -235,11 +246,32 @@ class History:
                     mine["landing", *entry.read] = entry.blocks
                 case "landing_let_go":
                     mine.pop(("landing", *entry.read), None)
+                case "chunk_held":
+                    mine["chunk", *entry.chunk] = entry.blocks
+                case "chunk_let_go":
+                    mine.pop(("chunk", *entry.chunk), None)
                 case "handed_out":
                     blocks = entry.blocks
                     for name, held in mine.items():
                         if both := blocks & held:
                             yield f"{entry.life} handed out {sorted(both)} of {' '.join(name)}"
+
+    def _wrote_what_was_not_held(self) -> Iterable[str]:
+        """A landing zone is held from before the first WRITE until the writers have said that they
+        write no more; its writer's attested death counts as that."""
+        held: dict[str, int] = {}
+        let_go: dict[str, Entry] = {}
+        for entry in self.named("landing_held"):
+            held.setdefault(entry.lease, entry.at)
+        for entry in self.named("landing_let_go"):
+            let_go[entry.lease] = entry
+        for entry in self.named("write_posted", "writes_over"):
+            if entry.name == "write_posted" and held and entry.at < held.get(entry.lease, 0):
+                yield f"{entry.life} wrote under {entry.lease} before its landing zone was held"
+            end = let_go.get(entry.lease)
+            if end is None or end.fields.get("reason") == "PEER_FENCED" or entry.at <= end.at:
+                continue
+            yield f"the landing zone of {entry.lease} was let go while {entry.life} wrote"
 
     def _one_incarnation_twice(self) -> Iterable[str]:
         """An incarnation is one boot's for ever."""

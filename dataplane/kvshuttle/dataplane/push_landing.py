@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from kvshuttle.dataplane import journal
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import Clock
 from kvshuttle.dataplane.counters import Counters
@@ -142,6 +143,14 @@ class LandingSide:
         )
         self._by_lease[hope.lease_id] = landing
         self._by_request[request_id] = landing
+        journal.note(
+            "landing_held",
+            blocks=block_ids,
+            lease=hope.lease_id,
+            read=request_id,
+            source=hope.peer[0],
+            source_incarnation=hope.peer[1],
+        )
         self._out.order(
             m.Await(
                 request_id=request_id,
@@ -234,6 +243,8 @@ class LandingSide:
         for landing in list(self._by_lease.values()):
             if landing.reads and landing.published and landing.leg.token == token:
                 self._forget(landing)
+                # It is held under the lease to read from now on.
+                self._note_let_go(landing, "")
                 return landing
         return None
 
@@ -272,6 +283,7 @@ class LandingSide:
             self._fall_back(landing, message.reason)
         if not landing.done:
             return
+        self._note_let_go(landing, message.reason)
         self._holds.release(landing.hold)
         self._by_lease.pop(landing.grant.lease_id, None)
         if landing.published:
@@ -345,11 +357,21 @@ class LandingSide:
         landing.ranks_left = 0
         landing.published = False
         self._out.order(m.Refuse(landing.request_id))
+        self._note_let_go(landing, reason)
         self._holds.release(landing.hold)
         self._by_lease.pop(landing.grant.lease_id, None)
         self._counters.fallback(reason)
         if landing.orphaned:
             self._forget(landing)
+
+    @staticmethod
+    def _note_let_go(landing: Landing, reason: str) -> None:
+        journal.note(
+            "landing_let_go",
+            lease=landing.grant.lease_id,
+            read=landing.request_id,
+            reason=reason,
+        )
 
     def _fall_back(self, landing: Landing, reason: str) -> None:
         """The request computes; once is said why."""

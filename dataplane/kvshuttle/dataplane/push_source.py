@@ -15,6 +15,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from kvshuttle.dataplane import journal
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import Clock
 from kvshuttle.dataplane.grants import Grant, parse_grant
@@ -293,6 +294,7 @@ class PushSide:
             del push.writing[message.number]
             hold = push.holds.pop(message.number, None)
             if hold is not None:
+                journal.note("chunk_let_go", lease=message.lease_id, chunk=message.number)
                 self._holds.release(hold)
 
     def mover_stops(self, message: m.PushStopping) -> None:
@@ -380,6 +382,7 @@ class PushSide:
         # A block that the request and others have lost by now stays as it is until it is written.
         push.holds[number] = self._holds.take(HoldKind.SOURCE, block_ids)
         push.writing[number] = self._out.num_ranks
+        journal.note("chunk_held", blocks=block_ids, lease=push.grant.lease_id, chunk=number)
         offset = push.sent - push.grant.start
         push.sent += len(block_ids)
         if number == 0:
@@ -403,7 +406,9 @@ class PushSide:
 
     def _let_go(self, push: _Push) -> None:
         while push.holds:
-            self._holds.release(push.holds.popitem()[1])
+            number, hold = push.holds.popitem()
+            journal.note("chunk_let_go", lease=push.grant.lease_id, chunk=number)
+            self._holds.release(hold)
         push.writing.clear()
 
     def _count_to(self, push: _Push, deadline_ns: int) -> None:

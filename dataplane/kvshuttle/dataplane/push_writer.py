@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvshuttle.dataplane import journal
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS, Clock
 from kvshuttle.dataplane.faults import Faults
@@ -228,6 +229,7 @@ class PushWriter:
             _log.warning("write_refused", lease=push.order.lease_id, error=str(error))
             push.stopping = "TRANSFER_FAILED"
             return True
+        journal.note("write_posted", lease=push.order.lease_id, chunk=chunk.order.number)
         chunk.flying.append((handle, self._clock()))
         chunk.posted = final
         self._look(push, chunk, self._clock())
@@ -269,6 +271,8 @@ class PushWriter:
 
     def _end(self, push: _Push, reason: str) -> None:
         order = push.order
+        # Before its destination can hear of it.
+        journal.note("writes_over", lease=order.lease_id, reason=reason)
         said = not push.peer or self._say(push, GONE if reason else PUSHED, reason)
         if not said and not reason:
             reason = "PEER_UNREACHABLE"

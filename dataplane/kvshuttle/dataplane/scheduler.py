@@ -449,7 +449,7 @@ class SchedulerAgent:
 
     def _note_order(self, command: agent_pb2.AgentCommand, epoch: int) -> None:
         kind = command.WhichOneof("command")
-        if kind not in ("harden", "grant", "extend", "revoke", "reader_stopped"):
+        if kind not in ("harden", "grant", "extend", "revoke", "reader_stopped", "writer_stopped"):
             return
         order = getattr(command, kind)
         journal.note("obeys", order=kind, lease=order.lease_id, version=order.version, epoch=epoch)

@@ -181,6 +181,64 @@ def test_a_forged_history_is_seen(entries: list[Entry], problem: str) -> None:
     ).problems()
 
 
+PUSH = "lineage-7-6"
+
+
+def pushed() -> list[Entry]:
+    """A lease under which p writes to d, from its offer to its end."""
+    return [
+        agent("d", "handed_out", 9, blocks="20-24"),
+        agent("d", "landing_held", 10, lease=PUSH, read="r", blocks="20-23"),
+        control("lease_granted", lease_id=PUSH, epoch=7, source="p", destination="d"),
+        agent("p", "obeys", 20, order="grant", lease=PUSH, version=2, epoch=7),
+        agent("p", "chunk_held", 21, lease=PUSH, chunk=0, blocks="3-6"),
+        agent("p", "write_posted", 22, "p#mover", lease=PUSH, chunk=0),
+        agent("p", "write_posted", 24, "p#mover", lease=PUSH, chunk=0),
+        agent("p", "chunk_let_go", 26, lease=PUSH, chunk=0),
+        agent("p", "writes_over", 27, "p#mover", lease=PUSH, reason=""),
+        agent("p", "handed_out", 28, blocks="3-6"),
+        agent("d", "landing_let_go", 30, lease=PUSH, read="r", reason=""),
+        agent("d", "handed_out", 31, blocks="20-24"),
+    ]
+
+
+def test_a_good_push_has_no_problem() -> None:
+    for length in range(len(pushed()) + 1):
+        assert History(pushed()[:length]).problems() == []
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "change", "problem"),
+    [
+        ("p", "obeys", {"order": "extend"}, f"p#mover writes under {PUSH} without a grant"),
+        ("d", "landing_held", {"at": 23}, "before its landing zone was held"),
+        ("d", "landing_let_go", {"at": 23}, "was let go while p#mover wrote"),
+        ("d", "landing_let_go", {"at": 25, "reason": "LATE"}, "was let go while p#mover wrote"),
+        ("p", "chunk_let_go", {"lease": "another"}, "p#1 handed out [3, 4, 5, 6] of chunk"),
+        (
+            "d",
+            "landing_let_go",
+            {"read": "q"},
+            "d#1 handed out [20, 21, 22, 23] of landing",
+        ),
+    ],
+)
+def test_a_forged_push_is_seen(where: str, name: str, change: dict[str, Any], problem: str) -> None:
+    entries = pushed()
+    n = find(entries, where, name)
+    old = entries[n]
+    entries[n] = Entry(old.where, old.life, old.name, old.fields | change)
+    assert any(problem in found for found in History(entries).problems()), problem
+
+
+def test_the_landing_zone_of_a_dead_writer_may_go_before_its_last_word() -> None:
+    entries = pushed()
+    n = find(entries, "d", "landing_let_go")
+    fields = entries[n].fields | {"at": 25, "reason": "PEER_FENCED"}
+    entries[n] = Entry("d", "d#1", "landing_let_go", fields)
+    assert History(entries).problems() == []
+
+
 def test_what_may_be() -> None:
     """Things that look like breaches and are none."""
     # Pieces of one eager lease.
