@@ -246,10 +246,15 @@ def engines(
         history.read_agent(engine.log_path, engine.name)
     granted = sum(1 for _ in history.named("lease_granted"))
     read = sum(bool(x.fields["published"]) for x in history.named("read_over"))
-    print(f"history: {len(history.entries)} entries, {granted} grants, {read} reads published")
+    wrote = sum(not x.fields["reason"] for x in history.named("writes_over"))
+    print(
+        f"history: {len(history.entries)} entries, {granted} grants, {read} reads published, "
+        f"{wrote} pushes written"
+    )
     assert not history.problems(), history.problems()[:5]
     # A checker that was given nothing finds nothing.
     assert not granted or any(history.named("obeys"))
+    assert not wrote or (any(history.named("landing_held")) and any(history.named("chunk_held")))
     assert not read or (any(history.named("range_held")) and any(history.named("handed_out")))
 
 

@@ -212,4 +212,12 @@ PUSHES = (
         "        return\n",
         (MODEL,),
     ),
+    Mutant(
+        "fence_one_number_only",
+        "a fence counts for every number that the process had",
+        CONTROL + "model/worker_events.py",
+        "    for number in worker.numbers():\n        _dead(",
+        "    for number in [ref]:\n        _dead(",
+        (MODEL,),
+    ),
 )

@@ -7,6 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -289,17 +290,17 @@ class World:
             self.boot(next(s for s in self.shape.specs if s.worker_id == worker_id))
 
     def fence(self, boot: Boot) -> None:
-        """An operator attests that a boot is dead, by the number that it was last registered with:
-        it may have died before it heard of that itself."""
+        """An operator attests that a boot is dead, by every number that it was registered with: it
+        may have died before it heard of the last, and leases may wait for any."""
         assert not boot.alive
         for transport in boot.transports:
             self.fabric.attested_dead(transport)
-        ref = WorkerRef(boot.spec.worker_id, self._registered[boot.boot_id][-1])
-        self.call(
-            lambda registry, now: registry.fence(now, ref, "seen dead"),
-            lambda _: None,
-            lambda _: None,
-        )
+        for number in dict.fromkeys(reversed(self._registered[boot.boot_id])):
+            self.call(
+                partial(_fence, ref=WorkerRef(boot.spec.worker_id, number)),
+                lambda _: None,
+                lambda _: None,
+            )
 
     def _dial(self, boot: Boot) -> Stream | None:
         control = self.control
@@ -407,3 +408,7 @@ class World:
         if used:
             left.append(f"{boot.name}: {used} blocks are referenced")
         return left
+
+
+def _fence(registry: Registry, now: int, ref: WorkerRef) -> Decision[Any]:
+    return registry.fence(now, ref, "seen dead")

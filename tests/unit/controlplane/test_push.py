@@ -530,6 +530,25 @@ def test_a_writers_word_counts_under_its_new_number() -> None:
     assert len(world.let_go()) == 1
 
 
+def test_a_fence_counts_for_every_number_that_the_process_had() -> None:
+    """Found by the simulation: decode had another number when prefill began to write to it."""
+    world = Pair()
+    world.land()
+    old = world.d
+    world.lose(world.d)
+    other = world.connect("d", WorkerRole.DECODE, push=True, boot_id="another")
+    world.lose(other)
+    new = world.connect("d", WorkerRole.DECODE, push=True, past=(old.incarnation,))
+    world.sent.clear()
+    world.do(world.registry.fence(world.now, new, "host is off"))
+    assert [x.worker for x in world.told(world.p, c.PeerFenced)] == [old, new]
+    # Whoever comes back later hears of both too.
+    world.lose(world.p)
+    world.sent.clear()
+    again = world.connect("p", WorkerRole.PREFILL, push=True)
+    assert [x.worker for x in world.told(again, c.PeerFenced)] == [old, new]
+
+
 def test_a_writer_back_under_a_new_number_without_the_lease_writes_nothing() -> None:
     world = Pair()
     world.land()

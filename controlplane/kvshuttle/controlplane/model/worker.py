@@ -60,6 +60,12 @@ class Worker(Struct, frozen=True):
             ref.worker_id == self.ref.worker_id and ref.incarnation in self.past
         )
 
+    def numbers(self) -> list[WorkerRef]:
+        """Every number that this very process has had, the present one last: leases are made under
+        each."""
+        past = [WorkerRef(self.ref.worker_id, number) for number in self.past]
+        return [*(x for x in past if x != self.ref), self.ref]
+
     @property
     def connected(self) -> bool:
         """Whether its stream lives."""

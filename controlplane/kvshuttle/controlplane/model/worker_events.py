@@ -114,7 +114,8 @@ def hello(w: Work, says: Hello, *, accept_lineage: bool) -> Welcome:
         w.command(worker.ref, Drain(undo=not worker.draining))
     for other in state.workers.values():
         if other.state is WorkerState.FENCED:
-            w.command(worker.ref, PeerFenced(other.ref))
+            for number in other.numbers():
+                w.command(worker.ref, PeerFenced(number))
     if same_boot:
         turn_events.expect_again(w, worker.ref.worker_id)
     w.fact(
@@ -285,7 +286,8 @@ def fence(w: Work, ref: WorkerRef, attestation: str, request: str = "") -> Worke
     w.put_worker(worker)
     w.state.agenda.add(w.now_ns + w.limits.lost_worker_kept_ns, Due.WORKER_FORGET, ref.worker_id)
     replica_events.forget_worker(w, ref.worker_id)
-    _dead(w, ref, attestation)
+    for number in worker.numbers():
+        _dead(w, number, attestation)
     return worker
 
 
