@@ -2,10 +2,12 @@
 
     python -m tests.simulation.exhaustive                one fault a path, some minutes
     python -m tests.simulation.exhaustive --faults 3 --steps 2000000
-    python -m tests.simulation.exhaustive --world eager  the one of eager returns alone
+    python -m tests.simulation.exhaustive --world push   the one of pushes alone
 
 What is not held up happens at once; holding up a channel, an engine or a mover until some later
 action is a fault like any other, so all delays are explored as far as the number of faults goes.
+In the world of a push (`pushscope.py`, `pushactions.py`) each state is also brought to its end:
+when nothing goes wrong any more, and the dead are fenced, nothing may be held.
 A state is reached again by doing its actions again from the beginning: the objects are the real
 ones, and cannot be copied. It ends with one JSON line; exit status 1: an invariant was violated.
 """
@@ -23,7 +25,9 @@ from dataclasses import dataclass, field
 from kvshuttle.controlplane.model.errors import DomainError
 from kvshuttle.controlplane.model.terms import LeaseState, TurnOutcome, WorkerRef
 from kvshuttle.dataplane.scheduler import FinishedRequest, Tick
+from tests.simulation import pushactions
 from tests.simulation.kernel import MS, SECOND, Kernel, Violation
+from tests.simulation.pushscope import PushWorld
 from tests.simulation.schedule import logged_errors, prepare, transitions
 from tests.simulation.smallscope import (
     BLOCK_TOKENS,
@@ -37,6 +41,8 @@ from tests.simulation.smallscope import (
 )
 
 __all__ = ["Exploration", "actions", "do", "explore"]
+
+WORLDS = {"turn": "A lease of a turn", "eager": "An eager lease", "push": "A push"}
 
 JUMPS = 2
 """How often time passes in one path."""
@@ -197,7 +203,7 @@ def do(world: SmallWorld, action: str) -> None:
         case "cut":
             nodes[which].cut()
         case "boot":
-            nodes["d"] = world.boot("d", 1)
+            nodes["d"] = world.boot("d")
         case "fence":
             dead = nodes[which]
             world.fabric.attested_dead(dead.transports[0])
@@ -346,12 +352,13 @@ class Exploration:
     requests: Counter[str] = field(default_factory=Counter)
 
 
-def explore(*, faults: int, steps: int, eager: bool = False) -> Exploration:
+def explore(*, faults: int, steps: int, world: str = "turn") -> Exploration:
     """Breadth first, for so many steps at most."""
     prepare()
     result = Exploration()
-    start = _walk((), faults, eager)
-    seen = {start.digest}
+    seen: set[bytes] = set()
+    start = _walk((), faults, world, seen)
+    seen.add(start.digest)
     frontier = [start]
     while frontier:
         following: list[_Place] = []
@@ -362,7 +369,7 @@ def explore(*, faults: int, steps: int, eager: bool = False) -> Exploration:
             for action in place.actions:
                 result.steps += 1
                 try:
-                    found = _walk((*place.path, action), faults, eager)
+                    found = _walk((*place.path, action), faults, world, seen)
                 except Violation as violation:
                     result.violation, result.path = str(violation), [*place.path, action]
                     return result
@@ -387,17 +394,37 @@ class _Place:
     request: str
 
 
-def _walk(path: tuple[str, ...], faults: int, eager: bool) -> _Place:
+def _walk(path: tuple[str, ...], faults: int, name: str, seen: set[bytes]) -> _Place:
     logged_errors.clear()
     kernel = Kernel(0)
     with kernel.virtual_time():
-        world = SmallWorld(kernel, eager=eager)
-        for action in path:
-            do(world, action)
+        found = _walk_push(kernel, path, faults, seen) if name == "push" else None
+        if found is None:
+            world = SmallWorld(kernel, eager=name == "eager")
+            for action in path:
+                do(world, action)
+            spent = sum(times for name, times in world.used.items() if name in FAULTS)
+            if spent == faults:
+                world.used_up = FAULTS
+            left = tuple(actions(world, faults - spent))
+            found = _Place(path, world.digest(), left, world.request)
         if logged_errors:
             raise Violation("exception", logged_errors[0])
-        spent = sum(times for name, times in world.used.items() if name in FAULTS)
-        return _Place(path, world.digest(), tuple(actions(world, faults - spent)), world.request)
+        return found
+
+
+def _walk_push(kernel: Kernel, path: tuple[str, ...], faults: int, seen: set[bytes]) -> _Place:
+    world = PushWorld(kernel)
+    for action in path:
+        pushactions.do(world, action)
+    spent = sum(times for name, times in world.used.items() if name in pushactions.FAULTS)
+    if spent == faults:
+        world.used_up = pushactions.FAULTS
+    left = tuple(pushactions.actions(world, faults - spent))
+    found = _Place(path, world.digest(), left, world.answer.state)
+    if found.digest not in seen:
+        pushactions.end(world)
+    return found
 
 
 def main() -> int:
@@ -405,16 +432,16 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation.exhaustive")
     parser.add_argument("--faults", type=int, default=1, help="faults in one path at most")
     parser.add_argument("--steps", type=int, default=25_000, help="in each world, 2 ms each")
-    parser.add_argument("--world", choices=("turn", "eager", "both"), default="both")
+    parser.add_argument("--world", choices=(*WORLDS, "all"), default="all")
     options = parser.parse_args()
     began = time.monotonic()
     results = []
-    for world in ("turn", "eager"):
-        if options.world not in (world, "both"):
+    for world, title in WORLDS.items():
+        if options.world not in (world, "all"):
             continue
-        result = explore(faults=options.faults, steps=options.steps, eager=world == "eager")
+        result = explore(faults=options.faults, steps=options.steps, world=world)
         results.append(result)
-        print(f"A lease of a {world}:" if world == "turn" else "An eager lease:")
+        print(f"{title}:")
         print(f"  {result.states} states, {result.steps} steps, {result.depth} deep")
         print(f"  where the request was: {dict(sorted(result.requests.items()))}")
         if result.violation:

@@ -19,7 +19,7 @@ from tests.simulation.kernel import MS, Violation, between
 
 if TYPE_CHECKING:
     from tests.simulation.kernel import Kernel, Thread
-    from tests.simulation.pool import BlockPool
+    from tests.simulation.pool import Block, BlockPool
 
 __all__ = ["BLOCK_BYTES", "Fabric", "FlyingRead", "FlyingWrite", "SimTransport"]
 
@@ -50,13 +50,14 @@ class FlyingRead:
 @dataclass(eq=False)
 class FlyingWrite:
     """A WRITE that NIXL has not ended. `remote` are the target's blocks, with their generations as
-    they were when it was posted."""
+    they were when it was posted; `regions` is what is written of each."""
 
     writer: SimTransport
     target: SimTransport
     local: list[int]
     remote: list[int]
     generations: list[int]
+    regions: range
     status: str = "PROC"
     copied: int = 0
     hangs: bool = False
@@ -228,8 +229,11 @@ class Fabric:
             raise Violation("landing", f"{what}, which is published")
         if not block.refs:
             raise Violation("landing", f"{what}, which nobody holds")
-        block.content[write.target.rank] = write.writer.pool.blocks[here].content[write.writer.rank]
+        self._bytes(write, block, write.writer.pool.blocks[here])
         write.copied += 1
+
+    def _bytes(self, write: FlyingWrite, to: Block, source: Block) -> None:
+        to.content[write.target.rank] = source.content[write.writer.rank]
 
     def _end_write(self, write: FlyingWrite, status: str) -> None:
         write.status = status
@@ -348,7 +352,6 @@ class SimTransport:
         self, local: BlockList, remote: BlockList, offset: int, regions: range
     ) -> ReadHandle:
         """Starts to move."""
-        del regions
         if remote.agent_name not in self.peers:
             raise TransportError(f"peer {remote.agent_name} is not connected")
         target = self.fabric.transports[remote.agent_name]
@@ -357,7 +360,7 @@ class SimTransport:
         if not target.alive and self.fabric.kernel.rng.random() < 0.5:
             raise TransportError(f"peer {remote.agent_name} is gone")
         generations = [target.pool.blocks[i].generation for i in there]
-        write = FlyingWrite(self, target, list(local.raw), there, generations)
+        write = FlyingWrite(self, target, list(local.raw), there, generations, regions)
         self.fabric.start_write(write)
         return ReadHandle(write, BLOCK_BYTES * local.size)
 

@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvshuttle.controlplane.clock import Timeline
+from kvshuttle.controlplane.model.effects import LeaseChange
 from kvshuttle.controlplane.model.errors import DomainError
 from kvshuttle.controlplane.model.limits import Limits
 from kvshuttle.controlplane.model.registry import Registry
@@ -38,15 +39,23 @@ from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import boottime_ns
 from kvshuttle.dataplane.conversation import Conversation
 from kvshuttle.dataplane.faults import Faults
-from kvshuttle.dataplane.scheduler import FinishedRequest, SchedulerAgent, StreamUp, Tick
+from kvshuttle.dataplane.push_steps import PushStep
+from kvshuttle.dataplane.scheduler import (
+    FinishedRequest,
+    SchedulerAgent,
+    StreamDown,
+    StreamUp,
+    Tick,
+)
 from kvshuttle.dataplane.transfers import Results, Transfers
+from kvshuttle.dataplane.transport import LocalRegion
 from kvshuttle.v1 import agent_service_pb2 as pb
 from kvshuttle.v1 import types_pb2
 from tests.simulation.clients import chain_hash
-from tests.simulation.fabric import BLOCK_BYTES, Fabric, FlyingRead, SimTransport
+from tests.simulation.fabric import BLOCK_BYTES, Fabric, FlyingRead, FlyingWrite, SimTransport
 from tests.simulation.invariants import Checker
 from tests.simulation.kernel import SECOND, Kernel, Machine, Thread
-from tests.simulation.pool import BlockPool
+from tests.simulation.pool import Block, BlockPool
 
 __all__ = ["BLOCKS", "BLOCK_TOKENS", "DRIFT_PPM", "HASHES", "KEY", "PREFILL", "Node", "SmallWorld"]
 
@@ -68,7 +77,8 @@ HASHES = _chain(BLOCKS)
 
 
 class _Notices(Fabric):
-    """READs and notices move when an action says so."""
+    """READs, WRITEs and notices move when an action says so. A block's content has an entry for
+    each layer here."""
 
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel, lambda _a, _b: False, lambda _: None, one_sided=True)
@@ -83,11 +93,43 @@ class _Notices(Fabric):
 
     def finish(self, read: FlyingRead) -> None:
         """Its bytes move now."""
+        self.flying.remove(read)
+        if not read.source.alive:
+            read.status = "ERR"
+            return
         while read.copied < len(read.local):
             self._copy(read)
         read.status = "DONE"
-        self.flying.remove(read)
         self.send(read.reader, read.source, read.notice)
+
+    def _copy(self, read: FlyingRead) -> None:
+        block = read.reader.pool.blocks[read.local[read.copied]]
+        block_there = read.source.pool.blocks[read.remote[read.copied]]
+        super()._copy(read)
+        block.content[:] = block_there.content
+
+    def start_write(self, write: FlyingWrite) -> None:
+        self.written += 1
+        self.writing.append(write)
+
+    def _bytes(self, write: FlyingWrite, to: Block, source: Block) -> None:
+        for layer in write.regions:
+            to.content[layer] = source.content[layer]
+
+    def move_write(self, write: FlyingWrite, blocks: int) -> None:
+        """So many blocks of it move now; all of it: it has ended. To a dead process nothing does,
+        and NIXL says so."""
+        if not write.target.alive:
+            self._end_write(write, "ERR")
+            return
+        for _ in range(blocks):
+            self._copy_write(write)
+        if write.copied == len(write.local):
+            self._end_write(write, "DONE")
+
+    def fail_write(self, write: FlyingWrite) -> None:
+        """NIXL says that it has failed."""
+        self._end_write(write, "ERR")
 
 
 @dataclass
@@ -97,6 +139,10 @@ class _Spec:
 
 class Node:
     """One boot of one worker; everything of it happens at once unless it is held up."""
+
+    blocks = 4
+    layers = 1
+    push = False
 
     def __init__(
         self, world: SmallWorld, worker_id: str, role: int, machine: Machine, number: int
@@ -112,7 +158,12 @@ class Node:
         self._old_lives: list[Any] = []
         self.thread = Thread(machine, self.name)
         self.pool = BlockPool(
-            self.name, 4, world.kernel.rng, ranks=1, caching=True, adversarial=False
+            self.name,
+            self.blocks,
+            world.kernel.rng,
+            ranks=self.layers,
+            caching=True,
+            adversarial=False,
         )
         self.agent = SchedulerAgent(
             self.pool,
@@ -135,9 +186,17 @@ class Node:
             )
         ]
         self.results = Results()
-        self.transfers = [
-            Transfers(self.transports[0], [], self.results, self.agent.post, Faults(), boottime_ns)
+        regions = [
+            LocalRegion(f"layer{i}", 0, BLOCK_BYTES, self.blocks, "cpu", 0)
+            for i in range(self.layers)
         ]
+        self.transfers = [
+            Transfers(
+                self.transports[0], regions, self.results, self.agent.post, Faults(), boottime_ns
+            )
+        ]
+        # Steps of the engine that the mover has not heard of: they come on a way of their own.
+        self.steps: deque[PushStep] = deque()
         self.orders: list[deque[m.ToMover]] = [deque()]
         self.up: deque[pb.ConnectRequest] = deque()
         self.down: deque[pb.ConnectResponse] = deque()
@@ -168,7 +227,9 @@ class Node:
 
     def settle(self) -> None:
         """Its threads do what they have to do."""
-        idle = not (self.agent._inbox or self.orders[0] or self.transfers[0]._reads)
+        transfers = self.transfers[0]
+        moves = transfers._reads or transfers.pushes._pushes or transfers.zones._landings
+        idle = not (self.agent._inbox or self.orders[0] or self.steps or moves)
         if not self.alive or (idle and not self.transports[0].inbox and not self.pending):
             return
         with self.world.kernel.on(self.thread):
@@ -178,8 +239,10 @@ class Node:
                     self.agent.next_deadline()
                 if not self.mover_paused:
                     while self.orders[0]:
-                        self.transfers[0].obey(self.orders[0].popleft())
-                    self.transfers[0].poll()
+                        transfers.obey(self.orders[0].popleft())
+                    while self.steps:
+                        transfers.begin_step(self.steps.popleft())
+                    transfers.poll()
                 if (self.orders[0] and not self.mover_paused) or (
                     self.agent._inbox and not self.stalled
                 ):
@@ -197,7 +260,7 @@ class Node:
                 role=types_pb2.WorkerRole.ValueType(self.role),
                 url="http://x",
                 block_size=BLOCK_TOKENS,
-                num_blocks=4,
+                num_blocks=self.blocks,
                 bytes_per_block=BLOCK_BYTES,
                 prefix_caching=True,
                 ranks=[
@@ -211,6 +274,8 @@ class Node:
                 replicas=self.agent.source.inventory(),
                 leases=self.agent.lease_inventory(),
                 clock=boottime_ns(),
+                push=self.push,
+                past_incarnations=self.agent.incarnations,
             )
             self.conversation = Conversation(hello, boottime_ns())
         self.replaced_lives.update(self._old_lives)
@@ -243,6 +308,8 @@ class Node:
         if self.conversation is not None:
             self.agent.end_stream(self.conversation.life)
             self._old_lives.append(self.conversation.life)
+            if self.conversation.generation:
+                self.agent.post(StreamDown(self.conversation.generation))
             self.conversation = None
 
     def die(self) -> None:
@@ -259,6 +326,9 @@ class Node:
 class SmallWorld:
     """Two workers, one lease, one control plane."""
 
+    node = Node
+    prefill_id = "d"
+
     def __init__(self, kernel: Kernel, *, eager: bool = False) -> None:
         self.kernel = kernel
         self.eager = eager
@@ -266,17 +336,7 @@ class SmallWorld:
             vars(eager_module)["EAGER_PIECE_BLOCKS"] = 1
         self.fabric = _Notices(self.kernel)
         self.checker = Checker(self.kernel, self.fabric)
-        self.limits = Limits(
-            lease_ttl_ns=2 * SECOND,
-            lease_ttl_max_ns=3 * SECOND,
-            guard_ns=SECOND,
-            clock_drift_ppm=DRIFT_PPM,
-            eager=eager,
-            min_tokens=1,
-            silence_ns=3_600 * SECOND,
-            turn_timeout_ns=3_600 * SECOND,
-            lookup_wait_ns=100 * SECOND,
-        )
+        self.limits = self._limits()
         half = DRIFT_PPM // 2
         self.cp_machine = Machine(self.kernel, "cp", ppm=-half)
         self.cp_thread = Thread(self.cp_machine, "cp")
@@ -286,9 +346,14 @@ class SmallWorld:
             "d": Machine(self.kernel, "d", ppm=-half),
         }
         self.store = MemoryStore()
+        self.stores_lost = 0
+        # Every lease that was in the books, oldest first.
+        self.leases: dict[str, None] = {}
         self.boots = 0
         self.starts = 0
         self.used: dict[str, int] = {}
+        # Of these it makes no difference any more how often they were used.
+        self.used_up: Collection[str] = ()
         # Channels on which nothing arrives for now: "s>", "s<", "d>", "d<", "notices".
         self.held: set[str] = set()
         self.streams: dict[str, tuple[WorkerRef, int, str]] = {}
@@ -299,23 +364,43 @@ class SmallWorld:
         self.request_hits = 0
         self.kernel.now = 100 * SECOND
         self.start_control()
-        self.nodes = {"s": self.boot("s", 2), "d": self.boot("d", 1)}
+        self.nodes = {"s": self.boot("s"), "d": self.boot("d")}
         self._set_up()
 
     # Making it.
 
-    def boot(self, worker_id: str, role: int) -> Node:
+    def _limits(self) -> Limits:
+        return Limits(
+            lease_ttl_ns=2 * SECOND,
+            lease_ttl_max_ns=3 * SECOND,
+            guard_ns=SECOND,
+            clock_drift_ppm=DRIFT_PPM,
+            eager=self.eager,
+            min_tokens=1,
+            silence_ns=3_600 * SECOND,
+            turn_timeout_ns=3_600 * SECOND,
+            lookup_wait_ns=100 * SECOND,
+        )
+
+    def boot(self, worker_id: str) -> Node:
         self.boots += 1
-        return Node(self, worker_id, role, self.machines[worker_id], self.boots)
+        role = 1 if worker_id == self.prefill_id else 2
+        return self.node(self, worker_id, role, self.machines[worker_id], self.boots)
 
     def start_control(self) -> None:
         self.starts += 1
         with self.kernel.on(self.cp_thread):
             self.clock = Timeline()
             self._offset_ns = self.clock.now_ns() - self.cp_machine.boottime()
-            self.registry = Registry(self.limits, Planner(min_tokens=1))
+            lost = self.stores_lost
+            self.registry = Registry(
+                self.limits, Planner(min_tokens=1), accept_lineage_change=lost > 0
+            )
             snapshot = self.store.load()
-            decision = self.registry.start(self.clock.now_ns(), snapshot, "lineage")
+            if snapshot.epoch == 0:
+                # A new store's numbers begin where no other's have been.
+                snapshot = replace(snapshot, last_incarnation=100 * lost)
+            decision = self.registry.start(self.clock.now_ns(), snapshot, f"lineage{lost}")
         self.control_name = f"cp{self.starts}"
         self.streams.clear()
         self._effects(decision)
@@ -394,6 +479,9 @@ class SmallWorld:
     def _effects(self, decision: Any) -> Any:
         effects = decision.effects
         self.checker.decided(self, effects)  # type: ignore[arg-type]
+        self.leases.update(
+            dict.fromkeys(x.lease.lease_id for x in effects.changes if isinstance(x, LeaseChange))
+        )
         self.store.commit(effects.records)
         for ref, command in effects.commands:
             stream = self.streams.get(ref.worker_id)
@@ -409,7 +497,10 @@ class SmallWorld:
 
     def _say(self, worker_id: str, **what: Any) -> None:
         _, generation, boot_id = self.streams[worker_id]
-        self.nodes[worker_id].down.append(
+        node = next((x for x in self.nodes.values() if f"boot-{x.name}" == boot_id), None)
+        if node is None:
+            return
+        node.down.append(
             pb.ConnectResponse(
                 epoch=self.registry.state.epoch,
                 boot_id=boot_id,
@@ -446,7 +537,7 @@ class SmallWorld:
             self._effects(decision)
             return
         stream = self.streams.get(worker_id)
-        if stream is None:
+        if stream is None or stream[2] != f"boot-{node.name}":
             return
 
         def event(now: int) -> Any:
@@ -463,6 +554,11 @@ class SmallWorld:
         sender, to, message = self.fabric.notices.popleft()
         if to.alive:
             to.inbox.append((sender.name, message))
+
+    @property
+    def uses(self) -> tuple[tuple[str, int], ...]:
+        """How often what was used that may not be used again at will."""
+        return tuple(sorted(x for x in self.used.items() if x[0] not in self.used_up))
 
     def digest(self) -> bytes:
         """Its fingerprint, short."""
@@ -486,7 +582,7 @@ class SmallWorld:
             tuple(sorted(self.streams.items())),
         )
         return (
-            tuple(sorted(self.used.items())),
+            self.uses,
             tuple(sorted(self.held)),
             books,
             self.request,
@@ -538,7 +634,11 @@ class SmallWorld:
                 (i, s.phase.value, s.given_up, s.held, left(machine, s.deadline_ns))
                 for i, s in transfers._reads.items()
             ),
-            tuple((b.refs, b.block_hash, tuple(b.content)) for b in node.pool.blocks),
+            # What garbage it is makes no difference.
+            tuple(
+                (b.refs, b.block_hash, tuple(x in HASHES and x for x in b.content))
+                for b in node.pool.blocks
+            ),
             len(node.transports[0].inbox),
             tuple(_of_return(i, job) for i, job in agent.eager._open.items()),
             tuple(agent.eager._ended),

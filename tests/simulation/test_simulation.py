@@ -44,22 +44,28 @@ def test_a_seed_replays_exactly(seed: int) -> None:
 EXHAUSTIVE = "tests.simulation.exhaustive"
 
 
-@pytest.mark.parametrize(("world", "depth"), [("turn", 4), ("eager", 3)])
+@pytest.mark.parametrize(
+    ("world", "steps", "depth"), [("turn", 2_000, 4), ("eager", 2_000, 3), ("push", 600, 2)]
+)
 def test_the_first_orders_of_events_around_one_lease_violate_nothing(
-    world: str, depth: int
+    world: str, steps: int, depth: int
 ) -> None:
-    _, result = simulate("--steps", "2000", "--world", world, module=EXHAUSTIVE)
-    assert result["steps"] >= 2_000
+    _, result = simulate("--steps", str(steps), "--world", world, module=EXHAUSTIVE)
+    assert result["steps"] >= steps
     assert result["depth"] >= depth
 
 
 @pytest.mark.simulation
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("faults", ["1", "2"])
-@pytest.mark.parametrize("world", ["turn", "eager"])
-def test_every_order_of_events_around_one_lease_violates_nothing(world: str, faults: str) -> None:
+@pytest.mark.parametrize(
+    ("world", "states"), [("turn", 10_000), ("eager", 10_000), ("push", 5_000)]
+)
+def test_every_order_of_events_around_one_lease_violates_nothing(
+    world: str, states: int, faults: str
+) -> None:
     _, result = simulate("--faults", faults, "--world", world, module=EXHAUSTIVE)
-    assert result["states"] > 10_000
+    assert result["states"] > states
 
 
 @pytest.mark.simulation
