@@ -37,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         _raise_file_limit()
+        _say_that_it_is_asyncio()
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             server = GatewayServer(settings)
             runner.run(server.run_until_stopped())
@@ -54,6 +55,16 @@ def _raise_file_limit() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def _say_that_it_is_asyncio() -> None:
+    """anyio and httpcore ask sniffio some fifty times a request, and it finds out each time anew.
+    Where it is not installed they do not ask."""
+    try:
+        import sniffio
+    except ImportError:
+        return
+    sniffio.thread_local.name = "asyncio"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ from urllib.parse import quote
 import httpx
 
 from kvshuttle.gateway.dialects import DIALECTS
+from kvshuttle.gateway.engine_client import EngineClient
 from kvshuttle.gateway.liveness import Liveness
 from kvshuttle.gateway.spread import SpreadTransport
 
@@ -27,6 +28,11 @@ if TYPE_CHECKING:
 # Headers of the client that go on to the engines: what joins logs and traces, nothing else.
 # Authorization above all stays here.
 _FORWARDED = ("x-request-id", "traceparent", "tracestate")
+_OWN_HEADERS = {
+    b"content-type": b"application/json",
+    # Answers go to the client as they are, and their usage is read: no compression.
+    b"accept-encoding": b"identity",
+}
 
 Failure = Literal["unreachable", "dropped", "hung", "timeout", "broke_off"]
 
@@ -62,21 +68,10 @@ class EngineHttp:
         self._settings = settings
         self._metrics = metrics
         key = settings.engine_api_key
-        self._own_headers = {
-            "content-type": "application/json",
-            # Answers go to the client as they are, and their usage is read: no compression.
-            "accept-encoding": "identity",
-        }
         self._liveness = Liveness(lambda url: self.get(url, "/health"), settings.engine_hang_s)
-        self._auth = {"authorization": f"Bearer {key.get_secret_value()}"} if key else {}
-        self._client = httpx.AsyncClient(
-            # Engines are inside: neither the environment's proxies nor its .netrc apply.
-            trust_env=False,
-            follow_redirects=False,
-            headers=self._auth,
-            transport=SpreadTransport(
-                keepalive_expiry_s=settings.engine_keepalive_s, idle_connections=1_024
-            ),
+        self._client = EngineClient(
+            SpreadTransport(keepalive_expiry_s=settings.engine_keepalive_s, idle_connections=1_024),
+            {"authorization": f"Bearer {key.get_secret_value()}"} if key else {},
         )
 
     async def close(self) -> None:
@@ -94,13 +89,14 @@ class EngineHttp:
         try:
             with self._liveness.watch(url) as watch:
                 async with asyncio.timeout(settings.prefill_timeout_s) as watch.scope:
-                    response = await self._client.post(
+                    response = await self._client.ask(
+                        "POST",
                         url + DIALECTS[route].path,
-                        content=body,
-                        headers=self._headers(headers),
-                        timeout=httpx.Timeout(
+                        httpx.Timeout(
                             settings.prefill_timeout_s, connect=settings.connect_timeout_s
                         ),
+                        body=body,
+                        headers=_with_own(headers),
                     )
             result = _result(response.status_code)
             return PrefillAnswer(response.status_code, response.headers, response.content)
@@ -124,22 +120,20 @@ class EngineHttp:
         """
         settings = self._settings
         started = time.monotonic()
-        request = self._client.build_request(
-            "POST",
-            url + DIALECTS[route].path,
-            content=body,
-            headers=self._headers(headers),
-            timeout=httpx.Timeout(
-                settings.decode_timeout_s,
-                connect=settings.connect_timeout_s,
-            ),
-        )
         result = "cancelled"
         watch: Watch | None = None
         try:
             with self._liveness.watch(url) as watch:
                 async with asyncio.timeout(None) as watch.scope:
-                    response = await self._client.send(request, stream=True)
+                    response = await self._client.open(
+                        "POST",
+                        url + DIALECTS[route].path,
+                        httpx.Timeout(
+                            settings.decode_timeout_s, connect=settings.connect_timeout_s
+                        ),
+                        body=body,
+                        headers=_with_own(headers),
+                    )
         except TimeoutError as error:
             failed = _timed_out(url, watch, "no headers")
             result = failed.failure
@@ -157,33 +151,30 @@ class EngineHttp:
 
     async def get(self, url: str, path: str) -> httpx.Response:
         """A short read from an engine. Raises httpx.HTTPError."""
-        return await self._client.get(url + path, timeout=self._settings.probe_timeout_s)
+        timeout = httpx.Timeout(self._settings.probe_timeout_s)
+        return await self._client.ask("GET", url + path, timeout)
 
     async def ask(self, method: str, url: str, body: bytes = b"") -> httpx.Response:
         """A question that takes an engine little time. Raises httpx.HTTPError."""
-        return await self._client.request(
+        return await self._client.ask(
             method,
             url,
-            content=body or None,
-            headers=self._own_headers,
-            timeout=httpx.Timeout(
+            httpx.Timeout(
                 self._settings.probe_timeout_s if not body else self._settings.prefill_timeout_s,
                 connect=self._settings.connect_timeout_s,
             ),
+            body=body or None,
+            headers=_OWN_HEADERS,
         )
 
     def streamed(
         self, method: str, url: str
     ) -> contextlib.AbstractAsyncContextManager[httpx.Response]:
         """An answer that may go on for long. Entering it raises httpx.HTTPError."""
-        return self._client.stream(
-            method,
-            url,
-            headers=self._own_headers,
-            timeout=httpx.Timeout(
-                self._settings.stream_idle_timeout_s, connect=self._settings.connect_timeout_s
-            ),
+        timeout = httpx.Timeout(
+            self._settings.stream_idle_timeout_s, connect=self._settings.connect_timeout_s
         )
+        return self._client.streamed(method, url, timeout, headers=_OWN_HEADERS)
 
     async def holder_of(self, urls: Sequence[str], response_id: str) -> str | None:
         """Which of these engines has stored a response."""
@@ -206,16 +197,6 @@ class EngineHttp:
             return False
         except httpx.HTTPError:
             return True
-
-    def _headers(self, client_headers: Mapping[str, str]) -> dict[bytes, bytes]:
-        # As bytes, as they came: httpx would refuse a text that is not ASCII.
-        forwarded = {
-            name.encode(): client_headers[name].encode("latin-1")
-            for name in _FORWARDED
-            if name in client_headers
-        }
-        own = {name.encode(): value.encode() for name, value in self._own_headers.items()}
-        return {**forwarded, **own}
 
     def observe(self, leg: Leg, result: str, started: float) -> None:
         """Counts a leg that has ended."""
@@ -337,6 +318,16 @@ class DecodeStream:
             self._any = True
             self._watch.heard()
         return chunk
+
+
+def _with_own(client_headers: Mapping[str, str]) -> dict[bytes, bytes]:
+    """As bytes, as they came: httpx would refuse a text that is not ASCII."""
+    forwarded = {
+        name.encode(): client_headers[name].encode("latin-1")
+        for name in _FORWARDED
+        if name in client_headers
+    }
+    return {**forwarded, **_OWN_HEADERS}
 
 
 def _timed_out(url: str, watch: Watch | None, what: str) -> LegFailed:
