@@ -29,13 +29,11 @@ _DIGEST_BYTES = 16
 class _Conversation:
     """One that is known: its session, and the marks by which it is found."""
 
-    __slots__ = ("answers", "busy", "id", "key", "last_piece", "prompt")
+    __slots__ = ("answers", "id", "key", "last_piece", "prompt")
 
     def __init__(self, key: str, session_id: str) -> None:
         self.key = key
         self.id = session_id
-        # While a request of it is being answered nothing else can go on from it.
-        self.busy = False
         # Its latest prompt, and what it is with each of the answers that it got.
         self.prompt: bytes | None = None
         self.answers: list[bytes] = []
@@ -52,34 +50,29 @@ class _Tenant:
 
     def __init__(self) -> None:
         self.known: OrderedDict[str, _Conversation] = OrderedDict()
-        # Conversations with equal beginnings have marks in common.
+        # Those that can be gone on from: none that is being answered. Conversations with equal
+        # beginnings have marks in common.
         self._by_mark: dict[bytes, dict[str, _Conversation]] = {}
 
-    def idle(self, mark: bytes) -> _Conversation | None:
-        """One that has this mark and can go on."""
-        found = self._by_mark.get(mark)
-        if found is None:
-            return None
-        return next((one for one in found.values() if not one.busy), None)
+    def first(self, marks: Iterable[bytes]) -> _Conversation | None:
+        """One that has the first of these marks that any has."""
+        for mark in marks:
+            found = self._by_mark.get(mark)
+            if found:
+                return next(iter(found.values()))
+        return None
 
-    def move(
-        self,
-        one: _Conversation,
-        prompt: bytes | None,
-        answers: list[bytes],
-        last_piece: bytes | None,
-    ) -> None:
-        """Its state is another one from now on."""
-        self._unmark(one)
-        one.prompt, one.answers, one.last_piece = prompt, answers, last_piece
+    def offer(self, one: _Conversation) -> None:
+        """It can be gone on from."""
         for mark in one.marks():
             self._by_mark.setdefault(mark, {})[one.id] = one
 
     def forget(self, session_id: str) -> None:
         """As if it had never been."""
-        self._unmark(self.known.pop(session_id))
+        self.take(self.known.pop(session_id))
 
-    def _unmark(self, one: _Conversation) -> None:
+    def take(self, one: _Conversation) -> None:
+        """Nothing else can go on from it."""
         for mark in one.marks():
             sharing = self._by_mark.get(mark)
             if sharing is not None:
@@ -112,17 +105,19 @@ class Place:
             last_piece = _link(_seed(one.key, b"edited"), said[-1])
         if one.prompt == self._prompt:  # asked again: the client may go on from either answer
             answers += [other for other in one.answers if other not in answers]
-        self._tenant.move(one, self._prompt, answers[: limits.ANSWERS_OF_A_PROMPT], last_piece)
+        one.prompt, one.answers = self._prompt, answers[: limits.ANSWERS_OF_A_PROMPT]
+        one.last_piece = last_piece
+        self._tenant.offer(one)
 
     def close(self) -> None:
         """Where there was no whole answer, the state is as it was before the request."""
-        if self._ends() and self._one.prompt is None:
-            self._tenant.move(self._one, self._prompt, [], None)
+        if self._ends():
+            if self._one.prompt is None:
+                self._one.prompt = self._prompt
+            self._tenant.offer(self._one)
 
     def _ends(self) -> bool:
         was_open, self._open = self._open, False
-        if was_open:
-            self._one.busy = False
         # It may have been forgotten meanwhile, for others.
         return was_open and self._tenant.known.get(self._one.id) is self._one
 
@@ -149,11 +144,11 @@ class Conversations:
         own = self._tenants.setdefault(tenant, _Tenant())
         chain = _chain(_seed(key, b"prompt"), said)
         how: How = "prefix"
-        one = _first_idle(own, reversed(chain))
+        one = own.first(reversed(chain))
         if one is None and key in own.known:
             # Something before its last answer was edited, as agents do with their reminders.
             edited = _seed(key, b"edited")
-            one = _first_idle(own, (_link(edited, piece) for piece in reversed(said)))
+            one = own.first(_link(edited, piece) for piece in reversed(said))
         if one is None:
             how = "begun" if key not in own.known else "forked"
             one = _Conversation(key, key if how == "begun" else f"{key}-{self._new_suffix()}")
@@ -163,7 +158,7 @@ class Conversations:
             own.known[one.id] = one
             self._count += 1
         own.known.move_to_end(one.id)
-        one.busy = True
+        own.take(one)
         self._make_room(own)
         return Place(own, one, how, chain[-1])
 
@@ -177,11 +172,6 @@ class Conversations:
                 most = max(self._tenants.values(), key=lambda tenant: len(tenant.known))
             most.forget(next(iter(most.known)))
             self._count -= 1
-
-
-def _first_idle(own: _Tenant, marks: Iterable[bytes]) -> _Conversation | None:
-    found = (own.idle(mark) for mark in marks)
-    return next((one for one in found if one is not None), None)
 
 
 def _seed(key: str, use: bytes) -> bytes:
