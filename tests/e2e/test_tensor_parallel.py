@@ -193,9 +193,9 @@ def test_one_rank_and_two_exchange_heads_both_ways(pair: Pair, oracle: Oracle) -
 
 
 def test_the_kv_of_an_adapter_is_nobody_elses(pair: Pair) -> None:
-    """The same words under the base model and two adapters: each computes its own KV, and a second
-    session finds the KV of its own adapter."""
-    messages = [user(text(150, 4_711))]
+    """The same words under the base model and two adapters: each computes its own KV, though
+    prefill asks what other sessions have; and a second session finds that of its own adapter."""
+    messages = [user(text(300, 4_711))]
     answers: dict[str, Answer] = {}
     for model in ("model", *ADAPTERS):
         local, external = _hits(pair)
@@ -206,11 +206,15 @@ def test_the_kv_of_an_adapter_is_nobody_elses(pair: Pair) -> None:
             expected = alone.ask(messages, max_tokens=16, model=model, cache_salt=f"alone-{model}")
         assert not differences(answers[model], expected, RECOMPUTED_TOLERANCE)
     assert len({x.token_ids for x in answers.values()}) == len(answers)
+    before = _hits(pair)[1]
     for model in ("model", *ADAPTERS):
+        # Prefill's own copy is lost; decode has one, of another session.
+        assert reset_cache(pair.prefill).status_code == 200
         local, external = _hits(pair)
         again = pair.ask(messages, f"again-{model}", model=model)
         assert sum(_hits(pair)) > local + external
         assert again.token_ids == answers[model].token_ids
+    assert _hits(pair)[1] > before
 
 
 def _hits(pair: Pair) -> tuple[int, int]:
