@@ -35,9 +35,11 @@ def test_blocks_that_do_not_come_apart_must_be_split_alike(opaque: tuple[str, ..
     world.connect("d", D, **shape("d", 2))
 
 
-@pytest.mark.parametrize(("ranks", "total"), [(3, 4), (8, 6), (2, 0)])
-def test_heads_that_ranks_cannot_share_are_refused(ranks: int, total: int) -> None:
-    hello = split(ranks) | {"fingerprint": (("kv_heads", str(total)),)}
+@pytest.mark.parametrize(
+    ("ranks", "total"), [(3, 4), (8, 6), (2, 0), (2, -2), (2, "four"), (2, "\u00b2")]
+)
+def test_heads_that_ranks_cannot_share_are_refused(ranks: int, total: object) -> None:
+    hello = split(ranks, 24) | {"fingerprint": (("kv_heads", str(total)),)}
     with pytest.raises(UnsupportedError, match=f"{total} KV heads over {ranks} ranks") as refused:
         World().connect("p", P, **hello)
     assert refused.value.metadata["what"] == "kv_heads"

@@ -24,12 +24,14 @@ def check(says: Hello) -> None:
     """Raises UnsupportedError unless the ranks keep what vLLM's split of the heads gives them."""
     if not _by_heads(says.heads):
         return
-    total = int(dict(says.fingerprint).get(HEADS_FIELD) or 0)
+    told = dict(says.fingerprint).get(HEADS_FIELD, "")
+    total = int(told) if told.isascii() and told.isdecimal() else 0
     ranks = len(says.heads)
     if total <= 0 or (total % ranks and ranks % total):
         raise UnsupportedError(
-            f"worker {says.worker_id} has {total} KV heads over {ranks} ranks: one must be a "
-            "multiple of the other. Start the engine with another --tensor-parallel-size",
+            f"worker {says.worker_id} has {told or 'no number of'} KV heads over {ranks} ranks: "
+            "one must be a multiple of the other. Start the engine with another "
+            "--tensor-parallel-size",
             what=HEADS_FIELD,
             kv_heads=total,
             ranks=ranks,
