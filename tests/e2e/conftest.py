@@ -122,6 +122,10 @@ class Cluster:
         """vLLM's own count of the tokens that prefill did not compute because they were moved."""
         return int(self.prefill.metrics().total(EXTERNAL_HITS))
 
+    def forward_tokens(self) -> int:
+        """As `returned_tokens`, of decode."""
+        return int(self.decode.metrics().total(EXTERNAL_HITS))
+
     @contextlib.contextmanager
     def faults(self, worker_id: str, **planted: object) -> Iterator[None]:
         """Plants faults in a worker's transfers."""

@@ -46,19 +46,45 @@ def test_with_prefills_cache_cold_all_comes_back(
         # The whole prompt of the turn before, and as much of its answer as reads the same when it
         # comes back as text: random words do not always split into the same tokens again.
         assert least <= returned <= held, number
-        # What decode holds: all that was computed, in full blocks; the last token has no KV yet.
+        # What decode holds: all that was computed; the last token has no KV yet.
         least = answer.prompt_tokens // BLOCK * BLOCK
-        held = (answer.prompt_tokens + answer.completion_tokens - 1) // BLOCK * BLOCK
-        cluster.wait_offered(talk.session, held)
+        held = answer.prompt_tokens + answer.completion_tokens - 1
+        cluster.wait_offered(talk.session, held // BLOCK * BLOCK)
     completed = [
         x
         for x in cluster.view.leases(talk.session)
         if x.direction == 2 and x.state == lease_pb2.LEASE_STATE_COMPLETED and x.stats.bytes
     ]
     assert len(completed) == 2
-    bytes_a_token = cluster.view.workers()[DECODE].bytes_per_block // BLOCK
+    bytes_a_block = cluster.view.workers()[DECODE].bytes_per_block
     for lease in completed:
-        assert lease.stats.bytes == lease.stats.tokens * bytes_a_token
+        # A last block that is not full is moved whole.
+        assert lease.stats.bytes == lease.stats.blocks * bytes_a_block
+        assert lease.stats.blocks == -(-lease.stats.tokens // BLOCK)
+
+
+def test_the_last_block_moves_too_though_it_is_not_full(cluster: Cluster, oracle: Oracle) -> None:
+    talk = Conversation("partial-block", seed=47)
+    prefill_had = 0
+    for number in range(3):
+        cluster.forget_prefill()
+        returned, forward = cluster.returned_tokens(), cluster.forward_tokens()
+        messages = talk.say(70 + number)
+        # One token, which is never computed on: what decode holds is the prompt, and the next
+        # turn's begins with it.
+        answer = cluster.client.ask(messages, session=talk.session, max_tokens=1)
+        talk.heard(answer)
+        oracle.check(answer, messages, max_tokens=1)
+        assert answer.prompt_tokens % BLOCK, "the test shows nothing"
+        assert cluster.returned_tokens() - returned == prefill_had
+        # Decode has full blocks of its own, and computes the last token.
+        missing = answer.prompt_tokens - 1 - (cluster.forward_tokens() - forward)
+        assert missing % BLOCK == 0
+        cluster.wait_offered(talk.session, answer.prompt_tokens // BLOCK * BLOCK)
+        prefill_had = answer.prompt_tokens
+    # What was computed from such blocks is cached now: it is right, too.
+    turn(cluster, oracle, talk)
+    turn(cluster, oracle, talk)
 
 
 def test_an_answer_of_one_token_is_offered_too(cluster: Cluster, oracle: Oracle) -> None:

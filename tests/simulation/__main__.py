@@ -57,6 +57,7 @@ def main() -> int:
                 "uncovered": len(lacking),
                 "faults": sum(tally.injected.values()),
                 "reads": tally.numbers["reads"],
+                "partial_loads": tally.numbers["partial_loads"],
                 "of_other_sessions": tally.numbers["shared_grants"],
                 "steps": tally.numbers["steps"],
                 "virtual_hours": round(tally.numbers["virtual_s"] / 3_600, 1),

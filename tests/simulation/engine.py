@@ -10,10 +10,12 @@ and the request starts again. The connector's part follows `kvshuttle.dataplane.
 from __future__ import annotations
 
 import enum
+import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from kvshuttle.dataplane.matching import Tail
 from kvshuttle.dataplane.push_source import Scheduled
 from kvshuttle.dataplane.scheduler import FinishedRequest, SchedulerAgent
 from kvshuttle.dataplane.turns import LegKey
@@ -44,7 +46,8 @@ class Status(enum.Enum):
 
 @dataclass(eq=False)
 class EngineRequest:
-    """`hashes` are those of its prompt's full blocks, then of what it will generate."""
+    """`hashes` are those of its prompt's blocks, then of what it will generate; the last block may
+    never get full."""
 
     request_id: str
     key: LegKey | None
@@ -66,6 +69,16 @@ class EngineRequest:
     def num_tokens(self) -> int:
         """Prompt and what has been generated."""
         return self.prompt_tokens + self.generated
+
+    def tail_hash(self, full: int, tokens: int) -> bytes | None:
+        """Of a block's first tokens: equal where the whole block will be."""
+        known = 0 < full < len(self.hashes) and full * BLOCK_TOKENS + tokens <= self.num_tokens
+        return partial_hash(self.hashes[full], tokens) if known else None
+
+
+def partial_hash(block_hash: bytes, tokens: int) -> bytes:
+    """Names, and is the content of, a block of which so many tokens are written."""
+    return hashlib.blake2b(block_hash + tokens.to_bytes(2, "big"), digest_size=8).digest()
 
 
 @dataclass(frozen=True)
@@ -245,7 +258,9 @@ class Engine:
             request.block_ids = []
             request.computed = 0
         else:
-            full = request.computed // BLOCK_TOKENS
+            full, rest = divmod(request.computed, BLOCK_TOKENS)
+            if rest:
+                self.kernel.reached("partial_load")
             if self.pool.caching:
                 for block_hash, block_id in zip(
                     request.hashes[:full], request.block_ids, strict=False
@@ -322,9 +337,25 @@ class Engine:
                     f"{self.name}: {request.request_id} goes on from block {block_id} "
                     f"(index {index}), which does not hold {request.hashes[index].hex()}",
                 )
+        self._check_partial(request, first)
         self._pending.append((request, tokens))
         for index in range(first, tokens // BLOCK_TOKENS):
             self.pool.insert_pending(request.hashes[index], request.block_ids[index])
+
+    def _check_partial(self, request: EngineRequest, index: int) -> None:
+        """What is written of the block that it goes on in, or more of the same."""
+        tokens = request.computed % BLOCK_TOKENS
+        if not tokens or index >= len(request.hashes):
+            return
+        whole = request.hashes[index]
+        right = [whole, *(partial_hash(whole, n) for n in range(tokens, BLOCK_TOKENS))]
+        block = self.pool.blocks[request.block_ids[index]]
+        if not any(block.holds(content) for content in right):
+            raise Violation(
+                "wrong KV",
+                f"{self.name}: {request.request_id} goes on in block {block.block_id} (index "
+                f"{index}), which does not hold {tokens} tokens of {whole.hex()}",
+            )
 
     def _end_step(self) -> None:
         for request, tokens in self._pending:
@@ -347,6 +378,9 @@ class Engine:
             self.pool.write(block_id, block_hash)
             if self.pool.caching and self.pool.blocks[block_id].block_hash is None:
                 self.pool.insert(block_hash, block_id, 0)
+        last, rest = divmod(tokens, BLOCK_TOKENS)
+        if rest and last < len(request.hashes):
+            self.pool.write(request.block_ids[last], partial_hash(request.hashes[last], rest))
 
     # The connector.
 
@@ -369,7 +403,14 @@ class Engine:
             return 0
         # What it has generated already is not asked for after a preemption, in no engine.
         known = request.hashes[: request.num_tokens // BLOCK_TOKENS]
-        return self.agent.look(request.request_id, request.key, known, request.num_tokens, computed)
+        return self.agent.look(
+            request.request_id,
+            request.key,
+            known,
+            request.num_tokens,
+            computed,
+            request.tail_hash,
+        )
 
     def _tend(self, num_requests: int) -> None:
         self.agent.drain()
@@ -424,6 +465,11 @@ class Engine:
             full = min(
                 request.computed // BLOCK_TOKENS, len(request.hashes), len(request.block_ids)
             )
+            tail = None
+            tokens = request.computed - full * BLOCK_TOKENS
+            if 0 < tokens < BLOCK_TOKENS and full < len(request.block_ids):
+                tail_hash = request.tail_hash(full, tokens)
+                tail = tail_hash and Tail(request.block_ids[full], tokens, tail_hash)
             self.agent.finished(
                 request.key,
                 FinishedRequest(
@@ -432,6 +478,7 @@ class Engine:
                     tuple(request.block_ids[:full]),
                     request.prompt_tokens,
                     request.aborted,
+                    tail or None,
                 ),
             )
             self.after_hook()

@@ -153,6 +153,14 @@ class Checker:
                         f"{block_hash.hex()}, which it does not hold"
                         f"{' yet' if boot.pool.blocks[block_id].pending else ''}",
                     )
+            if blocks.HasField("tail"):
+                tail = blocks.tail
+                if not boot.pool.blocks[tail.block_id].holds(tail.hash):
+                    raise Violation(
+                        "offer",
+                        f"{boot.name} hardens block {tail.block_id} for {event.hardened.lease_id} "
+                        f"as {tail.num_tokens} tokens that it does not hold",
+                    )
 
     def _handed_out(self, boot: Boot, block: Block) -> None:
         self._changing(boot, block, "hands out")

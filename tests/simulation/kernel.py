@@ -221,6 +221,10 @@ class Kernel:
         for fn in self._milestones.pop((milestone, self._reached[milestone]), ()):
             fn()
 
+    def times(self, milestone: str) -> int:
+        """How often it has happened."""
+        return self._reached[milestone]
+
     def run(self, until_ns: int) -> None:
         """Handles events until then."""
         while self._queue and self._queue[0][0] <= until_ns:

@@ -215,6 +215,7 @@ def run(seed: int, *, trace: bool = False) -> Outcome:
     if world is not None:
         outcome.numbers |= {
             "reads": world.fabric.posted,
+            "partial_loads": kernel.times("partial_load"),
             "writes": world.fabric.written,
             "pushes": world.checker.pushes,
             "eager_grants": world.checker.eager_grants,

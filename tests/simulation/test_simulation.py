@@ -30,6 +30,8 @@ def test_some_schedules_violate_nothing() -> None:
     _, result = simulate("--schedules", "300", "--jobs", "1")
     assert result["schedules"] == 300
     assert result["reads"] > 300
+    # Loads whose last block is not full.
+    assert result["partial_loads"] > 30
     assert result["of_other_sessions"] > 5
 
 

@@ -41,6 +41,7 @@ from kvshuttle.dataplane.vllm_compat import (
     RunningRequest,
     SchedulerOutput,
     SupportsHMA,
+    TailHasher,
     VllmConfig,
     check_supported,
     device_binder,
@@ -94,6 +95,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._mark: Callable[[], Fence] = lambda: None
         if role == KVConnectorRole.SCHEDULER:
             self._probe = engine_probe()
+            self._tails = TailHasher(vllm_config)
             # Data-parallel engines step together: one that rests would keep the others waiting.
             self._alone = vllm_config.parallel_config.data_parallel_size == 1
             scheduler = vllm_config.scheduler_config
@@ -240,6 +242,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 request.block_hashes,
                 request.num_tokens,
                 num_computed_tokens,
+                self._tails.of(request),
             )
         except Exception:
             _log.exception("hook_failed", hook="get_num_new_matched_tokens")
@@ -307,7 +310,8 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._agent is None or key is None:
             return False, None
         try:
-            self._agent.finished(key, finished_state(request, block_ids[0], self._block_size))
+            state = finished_state(request, block_ids[0], self._block_size, self._tails)
+            self._agent.finished(key, state)
         except Exception:
             _log.exception("hook_failed", hook="request_finished")
         self._after_hook()

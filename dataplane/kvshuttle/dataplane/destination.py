@@ -19,7 +19,7 @@ from kvshuttle.dataplane.limits import (
     UNKNOWN_TURN_WAIT_NS,
 )
 from kvshuttle.dataplane.log import get_logger
-from kvshuttle.dataplane.matching import common_prefix
+from kvshuttle.dataplane.matching import TailHash, common_prefix, partial_tokens
 from kvshuttle.dataplane.outbox import Outbox
 from kvshuttle.dataplane.push_landing import LandingSide
 from kvshuttle.dataplane.turns import LegKey, TurnBook, TurnLeg
@@ -54,7 +54,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Match:
-    """What a request may load: blocks ``[start, end)`` of its own chain."""
+    """What a request may load: blocks ``[start, end)`` of its own chain, of which the last is full
+    or not."""
 
     grant: Grant
     start: int
@@ -226,6 +227,7 @@ class DestinationSide:
         hashes: Sequence[bytes],
         num_tokens: int,
         num_computed: int,
+        tail_hash: TailHash | None = None,
     ) -> int | None:
         """Tokens that can be loaded beyond ``num_computed``; None: ask again soon.
 
@@ -291,9 +293,20 @@ class DestinationSide:
             return self._no(request_id, "NO_COMMON_PREFIX")
         if missing <= 0:
             return self._no(request_id, "LOCAL_HIT")
+        offset = end - grant.start
+        partial = partial_tokens(
+            hashes,
+            num_tokens,
+            self._block_size,
+            end,
+            grant.hashes[offset] if offset < len(grant.hashes) else None,
+            grant.tail,
+            tail_hash,
+        )
+        missing += partial
         if missing < leg.min_tokens:
             return self._no(request_id, "TOO_FEW_TOKENS")
-        self._matches[request_id] = Match(grant, start, end)
+        self._matches[request_id] = Match(grant, start, end + (partial > 0))
         self._why_not.pop(request_id, None)
         return missing
 
@@ -401,7 +414,7 @@ class DestinationSide:
             leg.claimed_by = request_id
             leg.settled = True
         offset = match.start - grant.start
-        self._order_read(load, grant.block_ids[offset : offset + len(landing)])
+        self._order_read(load, grant.readable_ids[offset : offset + len(landing)])
 
     def _order_read(self, load: Load, remote: Sequence[int]) -> None:
         grant = load.grant

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from kvshuttle.dataplane.clock import destination_deadline
-from kvshuttle.dataplane.matching import split_hashes
+from kvshuttle.dataplane.matching import Tail, split_hashes
 from kvshuttle.dataplane.outbox import Outbox
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
@@ -32,6 +32,13 @@ class Grant:
     number: tuple[int, int] = (0, 0)
     # When to ask for more time, if it is needed still.
     ask_ns: int = 0
+    # What follows the last of the blocks, if the source holds it.
+    tail: Tail | None = None
+
+    @property
+    def readable_ids(self) -> list[int]:
+        """Of all blocks that the source holds, the last, partial one too."""
+        return [*self.block_ids, *([self.tail.block_id] if self.tail is not None else [])]
 
 
 def leg_of_direction(direction: types_pb2.Direction.ValueType) -> types_pb2.Leg.ValueType:
@@ -49,6 +56,9 @@ def parse_grant(command: agent_pb2.Grant) -> Grant:
         raise ValueError(
             f"blocks: {len(blocks.block_ids)} ids and {len(hashes)} hashes do not pair"
         )
+    tail = None
+    if blocks.HasField("tail"):
+        tail = Tail(blocks.tail.block_id, blocks.tail.num_tokens, blocks.tail.hash)
     return Grant(
         lease_id=command.lease_id,
         version=command.version,
@@ -62,6 +72,7 @@ def parse_grant(command: agent_pb2.Grant) -> Grant:
         is_return=command.direction == types_pb2.DIRECTION_RETURN,
         number=(command.lease_epoch, command.lease_seq),
         ask_ns=destination_deadline(command.as_of, command.ttl.ToNanoseconds() // 2),
+        tail=tail,
     )
 
 

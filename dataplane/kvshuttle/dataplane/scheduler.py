@@ -21,6 +21,7 @@ from kvshuttle.dataplane.eager import EagerSide
 from kvshuttle.dataplane.holds import BlockStore, HoldTable
 from kvshuttle.dataplane.limits import LONG_REST_NS, REST_LOOK_NS, REST_NS
 from kvshuttle.dataplane.log import get_logger
+from kvshuttle.dataplane.matching import Tail, TailHash
 from kvshuttle.dataplane.outbox import Outbox
 from kvshuttle.dataplane.push_landing import LandingSide
 from kvshuttle.dataplane.push_source import PushSide, RequestView
@@ -84,13 +85,15 @@ class Tick:
 
 @dataclass(frozen=True)
 class FinishedRequest:
-    """What a finished request leaves: its full, written blocks and their hashes."""
+    """What a finished request leaves: its full, written blocks and their hashes, and what is
+    written behind them."""
 
     request_id: str
     hashes: tuple[bytes, ...]
     block_ids: tuple[int, ...]
     prompt_tokens: int
     aborted: bool
+    tail: Tail | None = None
 
 
 InboxItem = StreamUp | StreamDown | CommandBatch | Tick | m.FromMover
@@ -240,11 +243,12 @@ class SchedulerAgent:
         hashes: Sequence[bytes],
         num_tokens: int,
         num_computed: int,
+        tail_hash: TailHash | None = None,
     ) -> int | None:
         """Tokens that can be loaded; None: ask again soon."""
         self.drain()
         self._times[request_id] = _LegTimes(self._clock(), num_computed)
-        return self.destination.look(request_id, key, hashes, num_tokens, num_computed)
+        return self.destination.look(request_id, key, hashes, num_tokens, num_computed, tail_hash)
 
     def allocated(
         self,
@@ -281,7 +285,10 @@ class SchedulerAgent:
         # A prefill that was aborted, or that is pushed, leaves nothing that anybody waits for.
         if pushed or (request.aborted and leg.leg == types_pb2.LEG_PREFILL):
             return
-        self.source.offer(leg, request.hashes[:written], request.block_ids[:written])
+        # Behind blocks that a load has yet to fill there is nothing, and of a request that was cut
+        # off nobody will want the last words.
+        tail = request.tail if written is None and not request.aborted else None
+        self.source.offer(leg, request.hashes[:written], request.block_ids[:written], tail)
 
     def load_failed(self, request_ids: Sequence[str]) -> None:
         """vLLM was told that these loads failed."""

@@ -17,6 +17,7 @@ from kvshuttle.dataplane.clock import Clock, source_deadline
 from kvshuttle.dataplane.holds import BlockStore, Hold, HoldKind, HoldTable
 from kvshuttle.dataplane.limits import MAX_SOFT_REPLICAS
 from kvshuttle.dataplane.log import get_logger
+from kvshuttle.dataplane.matching import Tail
 from kvshuttle.dataplane.outbox import Outbox
 from kvshuttle.dataplane.turns import TurnLeg
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
@@ -44,6 +45,10 @@ class Replica:
     available: int = -1
     # Where its blocks lay when it turned soft, and stay until they are reused, which is told.
     soft_ids: tuple[int, ...] = ()
+    # What follows its last full block. Only while it is hard: the engine's cache does not know a
+    # partial block, so nothing would find it again, nor tell that it was reused.
+    tail: Tail | None = None
+    tail_hold: Hold | None = None
 
     def __post_init__(self) -> None:
         if self.available < 0:
@@ -104,11 +109,17 @@ class SourceSide:
     # Replicas.
 
     def offer(
-        self, leg: TurnLeg, hashes: Sequence[bytes], block_ids: Sequence[int]
+        self,
+        leg: TurnLeg,
+        hashes: Sequence[bytes],
+        block_ids: Sequence[int],
+        tail: Tail | None = None,
     ) -> Replica | None:
         """Holds what a finished request leaves and tells the control plane.
 
         ``hashes`` and ``block_ids`` are those of its full blocks whose KV is written; equal length.
+        ``tail`` follows them. The control plane is not told of it: who is granted the whole replica
+        is.
         """
         if not hashes or leg.retention_ns <= 0 or self.draining:
             return None
@@ -116,6 +127,9 @@ class SourceSide:
         # First the new references, then the old ones go: a block of both is never free between.
         hold = self._holds.take(HoldKind.REPLICA, block_ids)
         replica = Replica(leg.tenant, leg.session_id, tuple(hashes), hold, expires)
+        if tail is not None:
+            replica.tail = tail
+            replica.tail_hold = self._holds.take(HoldKind.REPLICA, [tail.block_id])
         for old in self._of_session(leg.tenant, leg.session_id):
             if replica.hashes[: len(old.hashes)] == old.hashes:
                 self._forget(old, "SUPERSEDED", tell=old.key != replica.key)
@@ -193,6 +207,7 @@ class SourceSide:
             # The new references first: no block of both is free between.
             replica.hold = self._holds.take(HoldKind.REPLICA, whole.block_ids[:keep_blocks])
             self._holds.release(whole)
+            self._drop_tail(replica)
             replica.available = keep_blocks
             self._tell(replica, session_pb2.REPLICA_STATE_HARD, "TRIMMED")
 
@@ -253,11 +268,14 @@ class SourceSide:
             self._forget(replica, "REUSED")
             self._refuse(command, "REPLICA_GONE")
             return
+        # A trimmed replica has none, and of a part of one it would not be what follows.
+        tail = replica.tail if start + len(block_ids) == len(replica.hashes) else None
+        held_ids = [*block_ids, tail.block_id] if tail is not None else block_ids
         guard = command.guard.ToNanoseconds()
         lease = SourceLease(
             lease_id=command.lease_id,
             version=command.version,
-            hold=self._holds.take(HoldKind.SOURCE, block_ids),
+            hold=self._holds.take(HoldKind.SOURCE, held_ids),
             deadline_ns=source_deadline(
                 self._clock(), command.ttl.ToNanoseconds(), guard, self.drift_ppm
             ),
@@ -267,7 +285,7 @@ class SourceSide:
         self._leases[lease.lease_id] = lease
         journal.note(
             "range_held",
-            blocks=block_ids,
+            blocks=held_ids,
             lease=lease.lease_id,
             version=lease.version,
             reader=lease.destination[0],
@@ -276,17 +294,20 @@ class SourceSide:
         # The movers answer the reader from now on; they hear of it before the reader can.
         self._out.order(m.Serve(lease.lease_id, lease.deadline_ns))
         hashes = replica.hashes[start : start + len(block_ids)]
+        blocks = types_pb2.BlockDescriptors(
+            range=types_pb2.BlockRange(start=start, end=start + len(block_ids)),
+            block_ids=block_ids,
+            hashes=b"".join(hashes),
+            hash_size=len(hashes[0]),
+        )
+        if tail is not None:
+            blocks.tail.block_id = tail.block_id
+            blocks.tail.num_tokens = tail.tokens
+            blocks.tail.hash = tail.hash
         self._out.emit(
             agent_pb2.AgentEvent(
                 hardened=agent_pb2.LeaseHardened(
-                    lease_id=lease.lease_id,
-                    version=command.version,
-                    blocks=types_pb2.BlockDescriptors(
-                        range=types_pb2.BlockRange(start=start, end=start + len(block_ids)),
-                        block_ids=block_ids,
-                        hashes=b"".join(hashes),
-                        hash_size=len(hashes[0]),
-                    ),
+                    lease_id=lease.lease_id, version=command.version, blocks=blocks
                 )
             )
         )
@@ -448,6 +469,7 @@ class SourceSide:
             self._forget(replica, reason)
             return
         hold, replica.hold = replica.hold, None
+        self._drop_tail(replica)
         self._watch(replica, hold)
         self._tell(replica, session_pb2.REPLICA_STATE_SOFT, reason)
         self._bound_soft()
@@ -469,11 +491,19 @@ class SourceSide:
     def _forget(self, replica: Replica, reason: str, *, tell: bool = True) -> None:
         self._replicas.pop(replica.key, None)
         replica.available = 0
+        self._drop_tail(replica)
         if replica.hold is not None:
             self._holds.release(replica.hold)
             replica.hold = None
         if tell:
             self._tell(replica, session_pb2.REPLICA_STATE_GONE, reason)
+
+    def _drop_tail(self, replica: Replica) -> None:
+        """Leases keep theirs."""
+        replica.tail = None
+        if replica.tail_hold is not None:
+            self._holds.release(replica.tail_hold)
+            replica.tail_hold = None
 
     def _bound_soft(self) -> None:
         soft = [r for r in self._replicas.values() if r.hold is None]

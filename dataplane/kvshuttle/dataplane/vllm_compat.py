@@ -6,7 +6,9 @@ The rest of the agent sees plain types only. What is used here, and why it may m
   ``unpin_blocks``, ``get_new_blocks``, ``get_cached_block``, ``_insert_block_hash``, ``blocks``,
   the free count;
 * ``EngineCoreProc.input_queue`` with ``EngineCoreRequestType.WAKEUP``: an idle engine blocks on it;
-* ``Request``: ``block_hashes``, ``num_computed_tokens``, ``num_in_flight_tokens``, status;
+* ``Request``: ``block_hashes``, ``all_token_ids``, ``num_computed_tokens``,
+  ``num_in_flight_tokens``, status;
+* ``hash_block_tokens``, ``generate_block_hash_extra_keys``: the hash of a block that is not full;
 * the resolved KV cache layout and the attention backends' names, for the fingerprint.
 """
 
@@ -33,10 +35,13 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 from vllm.platforms import current_platform
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
+    generate_block_hash_extra_keys,
+    hash_block_tokens,
     make_block_hash_with_group_id,
     resolve_none_hash_seed,
 )
@@ -48,6 +53,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvshuttle.dataplane import journal
+from kvshuttle.dataplane.matching import Tail, TailHash
 from kvshuttle.dataplane.push_source import Scheduled
 from kvshuttle.dataplane.push_steps import Fence
 from kvshuttle.dataplane.scheduler import FinishedRequest
@@ -69,6 +75,7 @@ __all__ = [
     "RunningRequest",
     "SchedulerOutput",
     "SupportsHMA",
+    "TailHasher",
     "UnsupportedError",
     "VllmConfig",
     "check_supported",
@@ -271,20 +278,60 @@ def engine_probe() -> EngineProbe:
     return EngineProbe(wake, has_input, counts)
 
 
-def finished_state(request: Request, block_ids: Sequence[int], block_size: int) -> FinishedRequest:
-    """Which of a finishing request's blocks are full and written.
+class TailHasher:
+    """Hashes of blocks that are not full, as vLLM makes those of full ones: its function, its
+    parent hash, and its extra keys (LoRA, images, salt, embeddings) over the tokens that are there.
+    """
+
+    def __init__(self, config: VllmConfig) -> None:
+        self._function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        self._block_size = int(config.cache_config.block_size)
+
+    def of(self, request: Request) -> TailHash:
+        """Of one request, as it is when asked."""
+
+        def tail_hash(full: int, tokens: int) -> bytes | None:
+            start = full * self._block_size
+            if not 0 < full <= len(request.block_hashes) or not 0 < tokens < self._block_size:
+                return None
+            if start + tokens > request.num_tokens:
+                return None
+            # From the first image on: those that end before are passed over.
+            extra_keys, _ = generate_block_hash_extra_keys(request, start, start + tokens, 0)
+            return bytes(
+                hash_block_tokens(
+                    self._function,
+                    request.block_hashes[full - 1],
+                    request.all_token_ids[start : start + tokens],
+                    extra_keys,
+                )
+            )
+
+        return tail_hash
+
+
+def finished_state(
+    request: Request, block_ids: Sequence[int], block_size: int, hasher: TailHasher
+) -> FinishedRequest:
+    """Which of a finishing request's blocks are full and written, and what follows them.
 
     Below the computed tokens only: the last sampled token has no KV yet, and what a step in flight
     is writing does not count.
     """
     computed = max(0, request.num_computed_tokens - request.num_in_flight_tokens)
     full = min(computed // block_size, len(request.block_hashes), len(block_ids))
+    tail = None
+    tokens = computed - full * block_size
+    if 0 < tokens < block_size and full < len(block_ids):
+        tail_hash = hasher.of(request)(full, tokens)
+        tail = Tail(int(block_ids[full]), tokens, tail_hash) if tail_hash is not None else None
     return FinishedRequest(
         request_id=request.request_id,
         hashes=tuple(bytes(h) for h in request.block_hashes[:full]),
         block_ids=tuple(block_ids[:full]),
         prompt_tokens=int(request.num_prompt_tokens),
         aborted=request.status == RequestStatus.FINISHED_ABORTED,
+        tail=tail,
     )
 
 

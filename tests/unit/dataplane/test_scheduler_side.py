@@ -155,7 +155,7 @@ def test_equal_length_with_other_content_loads_nothing(bench: Bench) -> None:
 def test_the_last_token_is_always_computed(bench: Bench) -> None:
     bench.expect(PREFILL, "l1")
     bench.grant(chain(4))
-    assert bench.agent.look("r", ("t", PREFILL), chain(4), 4 * BLOCK, 0) == 3 * BLOCK
+    assert bench.agent.look("r", ("t", PREFILL), chain(4), 4 * BLOCK, 0) == 4 * BLOCK - 1
 
 
 def test_what_the_engine_has_itself_is_not_read(bench: Bench) -> None:

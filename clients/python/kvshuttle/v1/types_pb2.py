@@ -25,23 +25,25 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvshuttle/v1/types.proto\x12\x0ckvshuttle.v1\x1a\x1egoogle/protobuf/duration.proto\"3\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"(\n\nBlockRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"\x98\x01\n\x10\x42lockDescriptors\x12\'\n\x05range\x18\x01 \x01(\x0b\x32\x18.kvshuttle.v1.BlockRange\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x11\n\thash_size\x18\x04 \x01(\r\x12%\n\x04tail\x18\x05 \x01(\x0b\x32\x17.kvshuttle.v1.TailBlock\"G\n\tTailBlock\x12\x10\n\x08\x62lock_id\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x14\n\x0ctoken_digest\x18\x03 \x01(\x0c\"k\n\x0cSessionHints\x12\x30\n\rexpected_idle\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x05value\x18\x02 \x01(\x0e\x32\x1a.kvshuttle.v1.SessionValue*S\n\tDirection\x12\x19\n\x15\x44IRECTION_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44IRECTION_FORWARD\x10\x01\x12\x14\n\x10\x44IRECTION_RETURN\x10\x02*Y\n\x0b\x46orwardMode\x12\x1c\n\x18\x46ORWARD_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46ORWARD_MODE_PULL\x10\x01\x12\x15\n\x11\x46ORWARD_MODE_PUSH\x10\x02*p\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x14\n\x10WORKER_ROLE_BOTH\x10\x03*;\n\x03Leg\x12\x13\n\x0fLEG_UNSPECIFIED\x10\x00\x12\x0f\n\x0bLEG_PREFILL\x10\x01\x12\x0e\n\nLEG_DECODE\x10\x02*v\n\x0cSessionValue\x12\x1d\n\x19SESSION_VALUE_UNSPECIFIED\x10\x00\x12\x15\n\x11SESSION_VALUE_LOW\x10\x01\x12\x18\n\x14SESSION_VALUE_NORMAL\x10\x02\x12\x16\n\x12SESSION_VALUE_HIGH\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvshuttle/v1/types.proto\x12\x0ckvshuttle.v1\x1a\x1egoogle/protobuf/duration.proto\"3\n\tWorkerRef\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x04\"(\n\nBlockRange\x12\r\n\x05start\x18\x01 \x01(\r\x12\x0b\n\x03\x65nd\x18\x02 \x01(\r\"\x98\x01\n\x10\x42lockDescriptors\x12\'\n\x05range\x18\x01 \x01(\x0b\x32\x18.kvshuttle.v1.BlockRange\x12\x11\n\tblock_ids\x18\x02 \x03(\r\x12\x0e\n\x06hashes\x18\x03 \x01(\x0c\x12\x11\n\thash_size\x18\x04 \x01(\r\x12%\n\x04tail\x18\x05 \x01(\x0b\x32\x17.kvshuttle.v1.TailBlock\"Y\n\tTailBlock\x12\x10\n\x08\x62lock_id\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x02 \x01(\r\x12\x18\n\x0ctoken_digest\x18\x03 \x01(\x0c\x42\x02\x18\x01\x12\x0c\n\x04hash\x18\x04 \x01(\x0c\"k\n\x0cSessionHints\x12\x30\n\rexpected_idle\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x05value\x18\x02 \x01(\x0e\x32\x1a.kvshuttle.v1.SessionValue*S\n\tDirection\x12\x19\n\x15\x44IRECTION_UNSPECIFIED\x10\x00\x12\x15\n\x11\x44IRECTION_FORWARD\x10\x01\x12\x14\n\x10\x44IRECTION_RETURN\x10\x02*Y\n\x0b\x46orwardMode\x12\x1c\n\x18\x46ORWARD_MODE_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46ORWARD_MODE_PULL\x10\x01\x12\x15\n\x11\x46ORWARD_MODE_PUSH\x10\x02*p\n\nWorkerRole\x12\x1b\n\x17WORKER_ROLE_UNSPECIFIED\x10\x00\x12\x17\n\x13WORKER_ROLE_PREFILL\x10\x01\x12\x16\n\x12WORKER_ROLE_DECODE\x10\x02\x12\x14\n\x10WORKER_ROLE_BOTH\x10\x03*;\n\x03Leg\x12\x13\n\x0fLEG_UNSPECIFIED\x10\x00\x12\x0f\n\x0bLEG_PREFILL\x10\x01\x12\x0e\n\nLEG_DECODE\x10\x02*v\n\x0cSessionValue\x12\x1d\n\x19SESSION_VALUE_UNSPECIFIED\x10\x00\x12\x15\n\x11SESSION_VALUE_LOW\x10\x01\x12\x18\n\x14SESSION_VALUE_NORMAL\x10\x02\x12\x16\n\x12SESSION_VALUE_HIGH\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvshuttle.v1.types_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DIRECTION']._serialized_start=506
-  _globals['_DIRECTION']._serialized_end=589
-  _globals['_FORWARDMODE']._serialized_start=591
-  _globals['_FORWARDMODE']._serialized_end=680
-  _globals['_WORKERROLE']._serialized_start=682
-  _globals['_WORKERROLE']._serialized_end=794
-  _globals['_LEG']._serialized_start=796
-  _globals['_LEG']._serialized_end=855
-  _globals['_SESSIONVALUE']._serialized_start=857
-  _globals['_SESSIONVALUE']._serialized_end=975
+  _globals['_TAILBLOCK'].fields_by_name['token_digest']._loaded_options = None
+  _globals['_TAILBLOCK'].fields_by_name['token_digest']._serialized_options = b'\030\001'
+  _globals['_DIRECTION']._serialized_start=524
+  _globals['_DIRECTION']._serialized_end=607
+  _globals['_FORWARDMODE']._serialized_start=609
+  _globals['_FORWARDMODE']._serialized_end=698
+  _globals['_WORKERROLE']._serialized_start=700
+  _globals['_WORKERROLE']._serialized_end=812
+  _globals['_LEG']._serialized_start=814
+  _globals['_LEG']._serialized_end=873
+  _globals['_SESSIONVALUE']._serialized_start=875
+  _globals['_SESSIONVALUE']._serialized_end=993
   _globals['_WORKERREF']._serialized_start=74
   _globals['_WORKERREF']._serialized_end=125
   _globals['_BLOCKRANGE']._serialized_start=127
@@ -49,7 +51,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BLOCKDESCRIPTORS']._serialized_start=170
   _globals['_BLOCKDESCRIPTORS']._serialized_end=322
   _globals['_TAILBLOCK']._serialized_start=324
-  _globals['_TAILBLOCK']._serialized_end=395
-  _globals['_SESSIONHINTS']._serialized_start=397
-  _globals['_SESSIONHINTS']._serialized_end=504
+  _globals['_TAILBLOCK']._serialized_end=413
+  _globals['_SESSIONHINTS']._serialized_start=415
+  _globals['_SESSIONHINTS']._serialized_end=522
 # @@protoc_insertion_point(module_scope)

@@ -18,6 +18,11 @@ if sys.version_info >= (3, 11):
 else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
+if sys.version_info >= (3, 13):
+    from warnings import deprecated as _deprecated
+else:
+    from typing_extensions import deprecated as _deprecated
+
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class _Direction:
@@ -232,8 +237,8 @@ class BlockDescriptors(_message.Message):
 
     @_builtins.property
     def tail(self) -> Global___TailBlock:
-        """The tokens that follow the last full block, if the source holds them. Their block has no
-        hash, so its identity is the hash before it, the digest of its tokens and their number.
+        """The tokens that follow the last full block, if the source holds them and was asked for all of
+        its replica. For the request that reads it alone: nothing else finds such a block.
         """
 
     def __init__(
@@ -262,22 +267,37 @@ class TailBlock(_message.Message):
     BLOCK_ID_FIELD_NUMBER: _builtins.int
     NUM_TOKENS_FIELD_NUMBER: _builtins.int
     TOKEN_DIGEST_FIELD_NUMBER: _builtins.int
+    HASH_FIELD_NUMBER: _builtins.int
     block_id: _builtins.int
     """Id in the source's pool."""
     num_tokens: _builtins.int
     """Number of tokens whose KV is written in it."""
-    token_digest: _builtins.bytes
-    """SHA-256 over those token ids, each a little-endian int64."""
+    @_builtins.property
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def token_digest(self) -> _builtins.bytes:
+        """Never set: equal tokens alone are not equal KV."""
+
+    @token_digest.setter
+    @_deprecated("""This field has been marked as deprecated using proto field options.""")
+    def token_digest(self, value: _builtins.bytes) -> None:
+        """Never set: equal tokens alone are not equal KV."""
+
+    hash: _builtins.bytes
+    """The hash that the engine would give a full block of just these tokens in this place: it covers
+    all that comes before, and whatever else the engine puts into its blocks' hashes (LoRA, images,
+    salt). A reader uses the block only where its own request has this hash over as many tokens.
+    """
     def __init__(
         self,
         *,
         block_id: _builtins.int = ...,
         num_tokens: _builtins.int = ...,
         token_digest: _builtins.bytes = ...,
+        hash: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "num_tokens", b"num_tokens", "token_digest", b"token_digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_id", b"block_id", "hash", b"hash", "num_tokens", b"num_tokens", "token_digest", b"token_digest"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
