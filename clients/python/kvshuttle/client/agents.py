@@ -8,8 +8,8 @@ client that they have. No gRPC, no address, no key of its own.
         await conversation.tool_running(20)   # about 20 s until the next turn
                                               # the block's end: the session is over
 
-Without a conversation around it a request is recognized by its start, as the gateway does for all.
-What is said here changes how long KV is kept, never an answer: a hint that cannot be delivered is
+Without a conversation around it a request is recognized by what it says, as the gateway does for
+all. What is said here changes how long KV is kept, never an answer: a hint that cannot be delivered is
 a warning in the log, and no exception.
 """
 
@@ -22,7 +22,7 @@ import inspect
 import logging
 import time
 from contextvars import ContextVar, Token
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from kvshuttle.client.conversation import (
     SESSION_HEADER,
@@ -126,24 +126,38 @@ class _Conversation:
         log.warning("session %s: %s was not delivered: %s", self.session_id, message.what, why)
 
 
+class _Walk(Generic[_R]):
+    """What is said, step by step."""
+
+    result: _R
+
+    def __init__(self, steps: Steps[_R]) -> None:
+        self._steps = steps
+        # To the last step, if it is a message.
+        self.answer: dict[str, Any] | None = None
+
+    def step(self) -> Message | Pause | None:
+        """The next one; None once there is a result."""
+        answer, self.answer = self.answer, None
+        try:
+            return self._steps.send(answer)
+        except StopIteration as done:
+            self.result = done.value
+            return None
+
+
 def _awaited(
     talk: Callable[Concatenate[Talk, _P], Steps[_R]],
 ) -> Callable[Concatenate[AsyncConversation, _P], Coroutine[Any, Any, _R]]:
     @functools.wraps(talk)
     async def method(self: AsyncConversation, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        steps = talk(self._talk, *args, **kwargs)
-        answer: dict[str, Any] | None = None
-        while True:
-            try:
-                step = steps.send(answer)
-            except StopIteration as done:
-                result: _R = done.value
-                return result
-            answer = None
+        walk = _Walk(talk(self._talk, *args, **kwargs))
+        while (step := walk.step()) is not None:
             if isinstance(step, Pause):
                 await asyncio.sleep(step.seconds)
             else:
-                answer = await self._send(step)
+                walk.answer = await self._send(step)
+        return walk.result
 
     return method
 
@@ -153,19 +167,13 @@ def _blocking(
 ) -> Callable[Concatenate[Conversation, _P], _R]:
     @functools.wraps(talk)
     def method(self: Conversation, /, *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        steps = talk(self._talk, *args, **kwargs)
-        answer: dict[str, Any] | None = None
-        while True:
-            try:
-                step = steps.send(answer)
-            except StopIteration as done:
-                result: _R = done.value
-                return result
-            answer = None
+        walk = _Walk(talk(self._talk, *args, **kwargs))
+        while (step := walk.step()) is not None:
             if isinstance(step, Pause):
                 time.sleep(step.seconds)
             else:
-                answer = self._send(step)
+                walk.answer = self._send(step)
+        return walk.result
 
     return method
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, Literal, ParamSpec, Self, TypeVar
 
 from google.protobuf.duration_pb2 import Duration
 
@@ -29,6 +29,7 @@ __all__ = [
     "hints",
 ]
 
+_C = TypeVar("_C")
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
@@ -300,14 +301,10 @@ def _sync_turn(
     return turn
 
 
-class AsyncSession:
-    """One conversation. Leaving its block ends it, unless it is to be kept.
+class _Session(Generic[_C]):
+    """What both kinds have in common."""
 
-    Its methods raise `KVShuttleError`s, as the client's do. At the block's end such an error is
-    raised only if the block itself raised nothing; else it is a note on that exception.
-    """
-
-    def __init__(self, client: AsyncClient, calls: SessionCalls, *, keep: bool) -> None:
+    def __init__(self, client: _C, calls: SessionCalls, *, keep: bool) -> None:
         self._client = client
         self._calls = calls
         self._keep = keep
@@ -316,6 +313,14 @@ class AsyncSession:
     def session_id(self) -> str:
         """Its name within the tenant."""
         return self._calls.session_id
+
+
+class AsyncSession(_Session["AsyncClient"]):
+    """One conversation. Leaving its block ends it, unless it is to be kept.
+
+    Its methods raise `KVShuttleError`s, as the client's do. At the block's end such an error is
+    raised only if the block itself raised nothing; else it is a note on that exception.
+    """
 
     turn = _async_turn(SessionCalls.begin)
     hint = async_call(SessionCalls.hint)
@@ -343,18 +348,8 @@ class AsyncSession:
         return await self._client._run(call)
 
 
-class SyncSession:
+class SyncSession(_Session["Client"]):
     """As `AsyncSession`, without an event loop."""
-
-    def __init__(self, client: Client, calls: SessionCalls, *, keep: bool) -> None:
-        self._client = client
-        self._calls = calls
-        self._keep = keep
-
-    @property
-    def session_id(self) -> str:
-        """Its name within the tenant."""
-        return self._calls.session_id
 
     turn = _sync_turn(SessionCalls.begin)
     hint = sync_call(SessionCalls.hint)
