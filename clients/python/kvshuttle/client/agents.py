@@ -9,8 +9,8 @@ client that they have. No gRPC, no address, no key of its own.
                                               # the block's end: the session is over
 
 Without a conversation around it a request is recognized by what it says, as the gateway does for
-all. What is said here changes how long KV is kept, never an answer: a hint that cannot be delivered is
-a warning in the log, and no exception.
+all. What is said here changes how long KV is kept, never an answer: a hint that cannot be delivered
+is a warning in the log, and no exception.
 """
 
 from __future__ import annotations
