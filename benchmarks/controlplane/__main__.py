@@ -23,7 +23,7 @@ from pathlib import Path
 
 import uvloop
 
-from benchmarks.controlplane.phases import Options, expiry, fsync_ms, million, turns
+from benchmarks.controlplane.phases import Options, expiry, fsync_ms, million, restart, turns
 from benchmarks.controlplane.traces import ChainLengths
 
 NAMED = (
@@ -37,6 +37,8 @@ NAMED = (
 )
 """The keys of the last line."""
 PHASES = ("turns", "expiry", "million")
+ALONE = "restart"
+"""A part of `million` that can be had without the half hour that its sessions take."""
 
 
 def _arguments() -> argparse.Namespace:
@@ -48,7 +50,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--store-dir", type=Path, default=Path("out"), help="where the store lies")
     parser.add_argument("--server-core", type=int, default=0)
     parser.add_argument("--load-core", type=int, default=1)
-    parser.add_argument("--only", choices=PHASES, action="append", help="leave out the others")
+    parser.add_argument(
+        "--only", choices=(*PHASES, ALONE), action="append", help="leave out the others"
+    )
     parser.add_argument("--out", type=Path, default=Path("out/bench-controlplane.json"))
     return parser.parse_args()
 
@@ -89,9 +93,15 @@ def main() -> None:
     began = time.perf_counter()
     for name in args.only or PHASES:
         print(f"{name}", flush=True)
-        phase = million(options, lengths) if name == "million" else None
-        if phase is None:
-            phase = turns(options) if name == "turns" else expiry(options)
+        match name:
+            case "turns":
+                phase = turns(options)
+            case "expiry":
+                phase = expiry(options)
+            case "restart":
+                phase = restart(options, lengths)
+            case _:
+                phase = million(options, lengths)
         found |= uvloop.run(phase)
     found |= {
         "sessions": options.sessions,

@@ -20,6 +20,7 @@ from benchmarks.controlplane.floor import floor
 from benchmarks.controlplane.gateway import Gateway
 from benchmarks.controlplane.load import Load, Measured, quantile
 from benchmarks.controlplane.process import ControlPlane
+from benchmarks.controlplane.stored import write_store
 from kvshuttle.controlplane.store.sqlite import SqliteStore
 from kvshuttle.v1 import agent_service_pb2 as pb
 from kvshuttle.v1 import types_pb2 as types
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
     from benchmarks.controlplane.fleet import Agent
     from benchmarks.controlplane.traces import ChainLengths
 
-__all__ = ["Options", "expiry", "fsync_ms", "million", "turns"]
+__all__ = ["Options", "expiry", "fsync_ms", "million", "restart", "turns"]
 
 AT_ONCE = 128
 """Turns that a closed loop keeps running: two an agent."""
@@ -41,6 +42,10 @@ RENEWED = 4_096
 SHORT_BLOCKS = 64
 """Blocks that a turn is granted where its cost is measured: 2,048 tokens, three times the new
 tokens of a recorded turn in the median. What more of them cost is measured apart."""
+
+
+LONG = {"lease_ttl": 600, "guard": 60, "turn_timeout": 7_200, "retention": 3_600}
+"""Settings with which no lease or turn runs out while a million sessions are made."""
 
 
 @dataclass
@@ -210,9 +215,7 @@ async def million(options: Options, lengths: ChainLengths) -> dict[str, float]:
     steps = sorted({min(n, options.sessions) for n in (1_000, 100_000, options.sessions)})
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-1m-") as name:
         folder = Path(name)
-        # Long enough that no lease or turn runs out while the sessions are made.
-        settings = {"lease_ttl": 600, "guard": 60, "turn_timeout": 7_200, "retention": 3_600}
-        async with running(options) as small, running(options, folder, **settings) as world:
+        async with running(options) as small, running(options, folder, **LONG) as world:
             few = [Held(f"few-{i}", SHORT_BLOCKS) for i in range(1_000)]
             await _fill(small, few, leased=False)
             # Descriptors of a whole conversation are 100 KB in the median, and leave the control
@@ -261,7 +264,7 @@ async def million(options: Options, lengths: ChainLengths) -> dict[str, float]:
             world.server.kill()
             world.held = held
         _stored_turns(world.server, held)
-        found |= _restarts(options, folder, settings)
+        found |= _restarts(options, folder, LONG)
     return found
 
 
@@ -299,22 +302,34 @@ async def _keep_asking(agent: Agent, until: float) -> None:
 
 def _restarts(options: Options, folder: Path, settings: dict[str, int]) -> dict[str, float]:
     """From the command to serving, after a SIGKILL, with the file that the server itself wrote."""
-    taken, cpus = [], []
+    taken, cpus, sizes = [], [], []
     for _ in range(options.repeats):
         server = ControlPlane(folder, options.core, **settings)
         taken.append(server.start())
         cpus.append(server.cpu_s())
+        sizes.append(server.rss_gib())
         server.kill()
     size = (folder / "store.db").stat().st_size / 2**20
     options.say(
         f"  starts with {options.sessions:,} sessions, as many turns that run and open leases "
         f"({size:.0f} MiB): {'/'.join(f'{x:.1f}' for x in taken)} s, "
-        f"{statistics.median(cpus):.1f} s of CPU"
+        f"{statistics.median(cpus):.1f} s of CPU; {statistics.median(sizes):.2f} GiB then"
     )
     return {
         "restart_s_at_1m": statistics.median(taken),
         "restart_cpu_s_at_1m": statistics.median(cpus),
+        "rss_gib_after_restart": statistics.median(sizes),
     }
+
+
+async def restart(options: Options, lengths: ChainLengths) -> dict[str, float]:
+    """As the end of `million`, on a store that was made for it."""
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="bench-restart-") as name:
+        folder = Path(name)
+        began = time.perf_counter()
+        write_store(folder / "store.db", options.sessions, options.agents, lengths)
+        options.say(f"  made in {time.perf_counter() - began:.0f} s")
+        return _restarts(options, folder, LONG)
 
 
 async def expiry(options: Options) -> dict[str, float]:

@@ -218,10 +218,11 @@ def do(world: SmallWorld, action: str) -> None:
         case "end" if which == "session":
             _call(world, lambda now: world.registry.end_session(now, KEY))
         case "end":
-            number = world.registry.state.turns[world.token][1]
+            turn = world.registry.state.sessions[KEY].find_token(world.token)
+            assert turn is not None
             _call(
                 world,
-                lambda now: world.registry.end_turn(now, KEY, number, TurnOutcome.CANCELLED),
+                lambda now: world.registry.end_turn(now, KEY, turn.number, TurnOutcome.CANCELLED),
             )
         case _:
             raise ValueError(action)

@@ -305,9 +305,10 @@ def _fence(world: PushWorld, node: Node) -> None:
 
 
 def _end_turn(world: PushWorld) -> None:
-    name = world.registry.state.turns.get(world.token)
-    if name is not None:
-        number = name[1]
+    session = world.registry.state.sessions.get(KEY)
+    turn = session.find_token(world.token) if session is not None else None
+    if turn is not None and turn.running:
+        number = turn.number
         _call(world, lambda now: world.registry.end_turn(now, KEY, number, TurnOutcome.CANCELLED))
 
 

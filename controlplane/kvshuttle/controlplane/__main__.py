@@ -29,9 +29,8 @@ def _settle() -> None:
     """What was loaded stays, and is not looked at by the collector again; and it looks at all else
     less often. A pass over a million sessions would hold up every grant for a third of a second,
     and finds nothing: the state has no cycles."""
-    gc.enable()
-    gc.collect()
     gc.freeze()
+    gc.enable()
     gc.set_threshold(10_000, 50, 50)
     # The journal's thread waits for the interpreter after each statement and each sync, and every
     # grant waits for the journal.

@@ -76,7 +76,7 @@ class Town(World):
         return self.begin(key=key, policy=ReturnPolicy.ALWAYS)
 
     def lease_of(self, turn: Turn, tenant: str, session: str) -> str:
-        (lease_id,) = self.state.leases_of_turn[(SessionKey(tenant, session), turn.number)]
+        (lease_id,) = self.state.turn_leases(turn.token)
         return str(lease_id)
 
     def granted(self, tenant: str, session: str, blocks: int) -> str:

@@ -10,8 +10,11 @@ import struct
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvshuttle.controlplane.model.effects import PutLease
+from kvshuttle.controlplane.model.packed import PackedSessions
 from kvshuttle.controlplane.model.session import Placement, Plan, Session, Turn, Usage
 from kvshuttle.controlplane.model.state import Snapshot
 from kvshuttle.controlplane.model.terms import (
@@ -152,9 +155,11 @@ def test_sessions_of_version_2_come_with_or_without_their_gaps() -> None:
     turn += [10, 0, 11, [1, 2, 3, 4], "request"]
     row = [1, 2, 1, 3, [turn], [5, 3], "p", 6, ["r"]]
     for body, gaps, hint_ns in ((row, b"", 0), ([*row, "0102", 12], b"\1\2", 12)):
-        packed = codec.session_from_row("t", "s", migrations._session_of_3(json.dumps(body)))
-        assert (packed.update_ns, packed.active, packed.running) == (2, True, 1)
-        assert packed.unpack() == Session(
+        packed = PackedSessions()
+        codec.add_sessions(packed, ["t"], ["s"], [migrations._session_of_3(json.dumps(body))])
+        assert [packed.update_ns[0], packed.active[0]] == [2, True]
+        assert (packed.running, packed.tokens) == ([0], ["token"])
+        assert packed[0] == Session(
             SessionKey("t", "s"),
             create_ns=1,
             update_ns=2,
@@ -179,3 +184,17 @@ def test_sessions_of_version_2_come_with_or_without_their_gaps() -> None:
             gaps=gaps,
             hint_ns=hint_ns,
         )
+
+
+@given(st.lists(st.tuples(st.text(max_size=5), st.binary(max_size=40)), max_size=9))
+def test_checksums_by_column_are_those_by_row(rows: list[tuple[str, bytes]]) -> None:
+    rows = [*rows, ("long", b"x" * 9_000)]
+    columns = list(zip(*rows, strict=True))
+    assert migrations.checksums(*columns) == [migrations.checksum(*row) for row in rows]
+
+
+def test_a_session_row_that_is_too_short_is_refused() -> None:
+    packed = PackedSessions()
+    with pytest.raises(ValueError, match="cut short"):
+        codec.add_sessions(packed, ["t", "t"], ["a", "b"], [b"0123456789", b"0123456789ab"])
+    assert not packed.keys

@@ -14,10 +14,11 @@ from msgspec.structs import replace
 from kvshuttle.controlplane.model.agenda import Agenda, Due
 from kvshuttle.controlplane.model.lease import Lease, Stop
 from kvshuttle.controlplane.model.lease_table import LeaseTable
-from kvshuttle.controlplane.model.packing import Press, session_to_bytes
+from kvshuttle.controlplane.model.packed import PackedLeases, PackedSessions
+from kvshuttle.controlplane.model.packing import Press
 from kvshuttle.controlplane.model.replica import Replica
 from kvshuttle.controlplane.model.session import Placement, Plan, Session, Turn, Usage
-from kvshuttle.controlplane.model.session_table import PackedSession, ReplicaTable, SessionTable
+from kvshuttle.controlplane.model.session_table import ReplicaTable, SessionTable
 from kvshuttle.controlplane.model.terms import (
     BlockRange,
     Direction,
@@ -123,9 +124,10 @@ def test_packed_sessions_are_taken_up() -> None:
     rng = random.Random(3)
     known = [session(SessionKey("t", f"s{i}"), rng) for i in range(50)]
     table = SessionTable(hot=4)
-    table.load(
-        PackedSession(x.key, b"\0" + session_to_bytes(x), x.update_ns, x.active, 0) for x in known
-    )
+    packed = PackedSessions(known)
+    assert packed == known
+    assert packed.latest_ns() == max(x.update_ns for x in known)
+    table.load(packed)
     assert list(table.values()) == known
     assert [table[x.key] for x in known] == known
     assert list(table.after(SessionKey("t", ""))) == sorted(x.key for x in known)
@@ -233,6 +235,51 @@ def test_leases(hot: int, seed: int) -> None:
     assert [plain[i].deadline_ns for i in due] == sorted(plain[i].deadline_ns for i in due)
 
 
+@pytest.mark.parametrize("seed", range(8))
+def test_leases_taken_up_at_once_are_those_entered_one_by_one(seed: int) -> None:
+    rng = random.Random(seed)
+    known = [
+        lease(epoch, seq, rng.choice(list(LeaseState)), rng)
+        for epoch, first in ((1, 1), (7, 5_000_000_000))
+        for seq in range(first, first + rng.choice((0, 3, 700)))
+    ]
+    shuffled = rng.sample(known, len(known))
+    packed = PackedLeases(shuffled)
+    assert packed.latest_ns() == max(
+        (max(x.create_ns, x.grant_ns, x.end_ns) for x in known), default=0
+    )
+    assert list(packed) == shuffled
+    packed.sort()
+    assert list(packed) == known
+    at_once, plain = LeaseTable(hot=3), LeaseTable(hot=3)
+    at_once.load(packed)
+    for one in known:
+        plain[one.lease_id] = one
+    assert list(at_once.items()) == list(plain.items())
+    assert list(at_once.ended) == list(plain.ended)
+    assert at_once.count_by_state() == plain.count_by_state()
+    assert sorted(at_once.open_ids()) == sorted(plain.open_ids())
+    for worker_id in ("w0", "w1", "w2"):
+        refs = at_once.boots_of(worker_id)
+        assert set(at_once.open_of(refs)) == set(plain.open_of(plain.boots_of(worker_id)))
+    # What comes later finds its place beside them.
+    for table in (at_once, plain):
+        for seq in (5_000_001_000, 5_000_001_001):
+            table[f"l-7-{seq}"] = lease(7, seq, LeaseState.GRANTED, random.Random(seq))
+    for now_ns in (100, 400, 2_000):
+        due = at_once.due(now_ns, 10_000)
+        assert due == plain.due(now_ns, 10_000)
+        for lease_id in due:
+            for table in (at_once, plain):
+                table[lease_id] = replace(table[lease_id], state=LeaseState.EXPIRED)
+        assert at_once.outdated(now_ns, 50) == plain.outdated(now_ns, 50)
+    for epoch in (1, 7):
+        seqs = np.array([x.seq for x in known if x.epoch == epoch], np.uint64)
+        assert sorted(at_once.seq[at_once.slots(epoch, seqs)]) == sorted(
+            plain.seq[plain.slots(epoch, seqs)]
+        )
+
+
 def test_a_lease_that_is_extended_while_a_burst_is_worked_off_is_not_due() -> None:
     table = LeaseTable(10)
     leases = [lease(n, 1, LeaseState.GRANTED, random.Random(n)) for n in range(1, 6)]
@@ -267,6 +314,30 @@ def test_a_deadline_that_was_extended_among_many_is_the_leases() -> None:
         assert table[one.lease_id].ttl_ns == 5_000 - one.grant_ns
         assert table.due(4_999, 9) == []
         assert table.due(5_000, 9) == [one.lease_id]
+
+
+@given(
+    st.lists(st.integers(0, 400), max_size=40),
+    st.lists(st.integers(0, 400), max_size=5),
+    st.sampled_from(list(Due)),
+    st.integers(0, 400),
+)
+def test_an_agenda_that_is_filled_at_once_is_one_that_is_filled_bit_by_bit(
+    due: list[int], before: list[int], kind: Due, opened: int
+) -> None:
+    at_once, plain = Agenda(), Agenda()
+    for agenda in (at_once, plain):
+        for quarter in before:
+            agenda.add(quarter * SECOND // 4, kind, f"before-{quarter}")
+        agenda.pop(opened * SECOND // 4, 2)
+    due_ns = np.array(due, np.int64) * (SECOND // 4)
+    at_once.add_all(due_ns, kind, list(range(len(due))))
+    for name, one in enumerate(due_ns.tolist()):
+        plain.add(one, kind, name)
+    for now in range(0, 101, 20):
+        assert len(at_once) == len(plain)
+        mine, other = (agenda.pop(now * SECOND, 1_000) for agenda in (at_once, plain))
+        assert sorted(map(str, mine)) == sorted(map(str, other))
 
 
 @settings(max_examples=200, deadline=None)

@@ -6,12 +6,17 @@ import heapq
 from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum
+from itertools import pairwise
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from kvshuttle.controlplane.model.terms import plain
 
 if TYPE_CHECKING:
-    from collections.abc import Hashable
+    from collections.abc import Hashable, Sequence
+
+    import numpy.typing as npt
 
 __all__ = ["Agenda", "Due"]
 
@@ -79,6 +84,28 @@ class Agenda:
         bucket.due_ns.append(due_ns)
         bucket.names.append(name)
         self._far += 1
+
+    def add_all(self, due_ns: npt.NDArray[np.int64], kind: Due, names: Sequence[Hashable]) -> None:
+        """Many of a kind at once."""
+        order = np.argsort(due_ns, kind="stable")
+        ordered = due_ns[order]
+        starts = ordered - ordered % _GRAIN_NS[kind]
+        edges = [0, *(np.flatnonzero(np.diff(starts)) + 1).tolist(), len(ordered)]
+        for first, last in pairwise(edges):
+            here = [names[at] for at in order[first:last].tolist()]
+            if not here:
+                continue
+            start = int(starts[first])
+            if start <= self._open_ns:
+                for due, name in zip(ordered[first:last].tolist(), here, strict=True):
+                    self.add(due, kind, name)
+                continue
+            # Makes the bucket, if there is none.
+            self.add(int(ordered[first]), kind, here[0])
+            bucket = self._buckets[start, kind]
+            bucket.due_ns.frombytes(ordered[first + 1 : last].tobytes())
+            bucket.names.extend(here[1:])
+            self._far += len(here) - 1
 
     def _open(self, now_ns: int) -> None:
         self._open_ns = max(self._open_ns, now_ns)

@@ -8,11 +8,11 @@ much memory as its bytes and 53 more.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, MutableMapping, Sequence
+from collections.abc import Iterator, MutableMapping
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from msgspec import Struct
 from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.packing import Press, lease_from_bytes, lease_to_bytes
@@ -22,63 +22,26 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from kvshuttle.controlplane.model.lease import Lease
+    from kvshuttle.controlplane.model.packed import PackedLeases
     from kvshuttle.controlplane.model.terms import WorkerRef
 
     Slots = npt.NDArray[np.int64]
 
-__all__ = ["LeaseTable", "PackedLease", "PackedLeases"]
+__all__ = ["LeaseTable"]
 
 NEVER = int(np.iinfo(np.int64).max)
 FIRST = 1_024
-
-
-class PackedLease(Struct, frozen=True, gc=False):
-    """A lease as a store gives it, with its age and its newest time. `body` is as the table keeps
-    it: a first byte, 0, says that it is not pressed."""
-
-    lease_id: str
-    body: bytes
-    order: tuple[int, int]
-    newest_ns: int
-
-    @classmethod
-    def of(cls, lease_id: str, body: bytes) -> PackedLease:
-        """msgspec.DecodeError, a ValueError, when it is none."""
-        lease = lease_from_bytes(lease_id, body)
-        newest_ns = max(lease.create_ns, lease.grant_ns, lease.end_ns)
-        return cls(lease_id, b"\0" + body, lease.order, newest_ns)
-
-    def unpack(self) -> Lease:
-        """The lease."""
-        return lease_from_bytes(self.lease_id, self.body[1:])
-
-
-class PackedLeases(Sequence["Lease"]):
-    """Leases that are unpacked as they are looked at: a million objects at once would be as much
-    memory as all the rest."""
-
-    def __init__(self, rows: list[PackedLease]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def drain(self) -> Iterator[PackedLease]:
-        """All rows, oldest first, each let go of when the next is taken."""
-        self.rows.sort(key=lambda row: row.order, reverse=True)
-        while self.rows:
-            yield self.rows.pop()
-
-    def __getitem__(self, at: Any) -> Any:
-        return self.rows[at].unpack()
-
-    def __iter__(self) -> Iterator[Lease]:
-        return (row.unpack() for row in self.rows)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
+COLUMNS = (
+    "state",
+    "stopping",
+    "source",
+    "destination",
+    "tenant",
+    "create_ns",
+    "deadline_ns",
+    "seq",
+    "told_ns",
+)
 
 
 class _Numbers:
@@ -104,6 +67,15 @@ class _Numbers:
         if at < 0 or at >= len(self.slots):
             at = self._move(seq)
         self.slots[at] = slot
+
+    def fill(self, seqs: npt.NDArray[np.int64], slots: Slots) -> None:
+        """The first that are in use."""
+        self.base = int(seqs.min())
+        size = FIRST
+        while size < 2 * (int(seqs.max()) - self.base + 1):
+            size *= 2
+        self.slots = np.full(size, -1, np.int32)
+        self.slots[seqs - self.base] = slots
 
     def _move(self, seq: int) -> int:
         """Lets go of the numbers before the oldest in use, and makes room."""
@@ -240,13 +212,32 @@ class LeaseTable(MutableMapping[str, "Lease"]):
             if before is not None:
                 self._leave(lease)
 
-    def load(self, packed: PackedLease, lease: Lease) -> None:
-        """Takes up a lease as a store gives it, as bytes; `lease` is what they say."""
-        self._rows[packed.lease_id] = packed.body
-        if lease.state <= LeaseState.ACTIVE:
-            self._enter(lease)
-        else:
-            self.ended.setdefault(packed.lease_id)
+    def load(self, packed: PackedLeases) -> None:
+        """Takes up what a store gives, oldest first, into a table that is empty."""
+        assert not self._rows
+        self._rows = dict(zip(packed.ids, packed.bodies, strict=True))
+        state = packed.column("state")
+        is_open = state <= LeaseState.ACTIVE
+        self.ended = dict.fromkeys(compress(packed.ids, (~is_open).tolist()))
+        self._ids = list(compress(packed.ids, is_open.tolist()))
+        self._names, self._named = dict(packed.names), list(packed.named)
+        size, count = FIRST, len(self._ids)
+        while size < count:
+            size *= 2
+        for name in COLUMNS:
+            column = np.zeros(size, getattr(self, name).dtype)
+            if name != "told_ns":
+                column[:count] = packed.column(name)[is_open]
+            setattr(self, name, column)
+        self.deadline_ns[self.state <= LeaseState.PENDING] = NEVER
+        self.told_ns[:] = self.deadline_ns
+        self._soonest_ns = self._soonest_told_ns = int(self.deadline_ns.min())
+        epochs, seqs = packed.column("epoch")[is_open], packed.column("seq")[is_open]
+        slots = np.arange(count)
+        for epoch in np.unique(epochs).tolist():
+            numbers = self._numbers[epoch] = _Numbers()
+            of_epoch = epochs == epoch
+            numbers.fill(seqs[of_epoch], slots[of_epoch])
 
     def __delitem__(self, lease_id: str) -> None:
         self.take(lease_id)
@@ -310,17 +301,7 @@ class LeaseTable(MutableMapping[str, "Lease"]):
 
     def _grow(self) -> None:
         size = 2 * len(self.state)
-        for name in (
-            "state",
-            "stopping",
-            "source",
-            "destination",
-            "tenant",
-            "create_ns",
-            "deadline_ns",
-            "told_ns",
-            "seq",
-        ):
+        for name in COLUMNS:
             column = getattr(self, name)
             fresh = np.zeros(size, column.dtype)
             fresh[: len(column)] = column

@@ -79,7 +79,7 @@ class Ledger:
         ledger = cls(released=set(released))
         for session in state.sessions.values():
             ledger.session(None, session)
-        for key, _ in state.turns.values():
+        for key in state.turns.values():
             ledger.turns.add(key.tenant, 1)
         for lease in state.leases.values():
             ledger.lease(None, lease)
@@ -129,6 +129,16 @@ class Ledger:
                 del leased.unread[tenant]
         if not leased.blocks.total:
             del self.leased[lease.source]
+
+    def take_up(self, source: WorkerRef, tenant: str, held: int, unread: Iterable[str]) -> None:
+        """Leases that are granted and not asked to stop, of one source and tenant, at a start:
+        blocks in all, and those that nobody reads yet."""
+        leased = self.leased.setdefault(source, Leased())
+        leased.blocks.add(tenant, held)
+        if index := dict.fromkeys(unread):
+            leased.unread[tenant] = index
+        if not leased.blocks.total:
+            del self.leased[source]
 
     def source_released(self, lease: Lease) -> None:
         """The source of an ended lease holds nothing for it any more."""

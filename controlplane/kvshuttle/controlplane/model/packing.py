@@ -9,27 +9,59 @@ from __future__ import annotations
 import zlib
 
 import msgspec
-from msgspec.structs import replace
+from msgspec import Raw, Struct
+from msgspec.structs import force_setattr, replace
 
 from kvshuttle.controlplane.model.lease import Lease
 from kvshuttle.controlplane.model.replica import Replica
-from kvshuttle.controlplane.model.session import Session
-from kvshuttle.controlplane.model.terms import SessionKey
+from kvshuttle.controlplane.model.session import Placement, Session
+from kvshuttle.controlplane.model.terms import SessionKey, TurnState
 
 __all__ = [
     "Press",
+    "RunningTurn",
     "lease_from_bytes",
     "lease_to_bytes",
     "replicas_from_bytes",
     "replicas_to_bytes",
+    "running_turns",
     "session_from_bytes",
     "session_to_bytes",
+    "worker_of_leg",
 ]
 
+_RUNS = int(TurnState.RUNNING)
 _NO_KEY = SessionKey("", "")
 _encode = msgspec.msgpack.Encoder().encode
 _session = msgspec.msgpack.Decoder(Session).decode
 _lease = msgspec.msgpack.Decoder(Lease).decode
+
+
+class RunningTurn(Struct, array_like=True, gc=False):
+    """As much of a Turn as a start looks at, which has a million of them before it. Its legs are as
+    they were packed: there are few different ones."""
+
+    number: int
+    token: str
+    decode: Raw
+    plan: Raw
+    begin_ns: int
+    retention_ns: int
+    prefill: Raw
+    state: int
+
+
+class _Running(Struct, array_like=True, gc=False):
+    key: Raw
+    create_ns: int
+    update_ns: int
+    state: int = 1
+    turn_count: int = 0
+    turns: tuple[RunningTurn, ...] = ()
+
+
+_placement = msgspec.msgpack.Decoder(Placement | None).decode
+_running = msgspec.msgpack.Decoder(_Running).decode
 _replicas = msgspec.msgpack.Decoder(tuple[Replica, ...]).decode
 
 
@@ -40,7 +72,22 @@ def session_to_bytes(session: Session) -> bytes:
 
 def session_from_bytes(key: SessionKey, body: bytes) -> Session:
     """The inverse. msgspec.DecodeError, a ValueError, when it is not one."""
-    return replace(_session(body), key=key)
+    session = _session(body)
+    # It is nobody else's yet.
+    force_setattr(session, "key", key)
+    return session
+
+
+def worker_of_leg(leg: bytes) -> str:
+    """The worker of a turn's packed leg; empty where it has none."""
+    found = _placement(leg)
+    return found.worker.worker_id if found is not None else ""
+
+
+def running_turns(body: bytes) -> list[RunningTurn]:
+    """The turns of a packed session that run. msgspec.DecodeError, a ValueError, when it is
+    none."""
+    return [turn for turn in _running(body).turns if turn.state == _RUNS]
 
 
 def lease_to_bytes(lease: Lease) -> bytes:
@@ -50,7 +97,9 @@ def lease_to_bytes(lease: Lease) -> bytes:
 
 def lease_from_bytes(lease_id: str, body: bytes) -> Lease:
     """The inverse. msgspec.DecodeError, a ValueError, when it is not one."""
-    return replace(_lease(body), lease_id=lease_id)
+    lease = _lease(body)
+    force_setattr(lease, "lease_id", lease_id)
+    return lease
 
 
 def replicas_to_bytes(replicas: tuple[Replica, ...]) -> bytes:

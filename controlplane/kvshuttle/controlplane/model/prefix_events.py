@@ -30,12 +30,11 @@ NO_PREFIX = "NO_PREFIX"
 
 def wanted(w: Work, ref: WorkerRef, report: PrefixReport) -> None:
     """A leg's request has more to compute than its engine's own cache spares."""
-    name = w.state.turns.get(report.turn_token)
+    key = w.state.turns.get(report.turn_token)
     reader = w.worker(ref)
-    if name is None or reader is None:
+    if key is None or reader is None:
         return  # the turn is over
-    key, number = name
-    turn = w.state.sessions[key].find(number)
+    turn = w.state.sessions[key].find_token(report.turn_token)
     if turn is None or not turn.running:
         return
     placement = turn.prefill if report.leg is Leg.PREFILL else turn.decode
@@ -45,8 +44,7 @@ def wanted(w: Work, ref: WorkerRef, report: PrefixReport) -> None:
     if report.leg is Leg.DECODE and not alone:
         return  # what it lacks comes from prefill
     if any(
-        w.state.leases[lease_id].destination == ref
-        for lease_id in w.state.leases_of_turn.get(name, ())
+        w.state.leases[lease_id].destination == ref for lease_id in w.state.turn_leases(turn.token)
     ):
         return  # asked again
     direction = Direction.FORWARD if alone else Direction.RETURN
@@ -62,7 +60,7 @@ def wanted(w: Work, ref: WorkerRef, report: PrefixReport) -> None:
         why_not = lease_events.admit(w, key, direction, replica, source, reader, blocks)
         if not why_not:
             lease_events.make(
-                w, key, number, turn.token, direction, replica, reader, source_key, blocks
+                w, key, turn.number, turn.token, direction, replica, reader, source_key, blocks
             )
     if why_not:
         w.command(ref, Revoke("", 0, why_not, turn.token))
@@ -70,7 +68,7 @@ def wanted(w: Work, ref: WorkerRef, report: PrefixReport) -> None:
         "prefix_wanted",
         tenant=key.tenant,
         session_id=key.session_id,
-        turn=number,
+        turn=turn.number,
         worker_id=ref.worker_id,
         reason=why_not or "PREFIX_FOUND",
     )

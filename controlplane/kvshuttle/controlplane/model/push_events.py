@@ -104,9 +104,9 @@ def plan_for(lease: Lease | None, worker: WorkerRef) -> PushPlan | None:
     return PushPlan(lease.lease_id, lease.version, peer, lease.ttl_ns, lease.epoch, lease.seq)
 
 
-def open_of_turn(w: Work, key: SessionKey, number: int) -> Lease | None:
+def open_of_turn(w: Work, token: str) -> Lease | None:
     """The turn's push, while it is open."""
-    for lease_id in w.state.leases_of_turn.get((key, number), ()):
+    for lease_id in w.state.turn_leases(token):
         lease = w.state.leases[lease_id]
         if lease.push:
             return lease

@@ -1,4 +1,4 @@
-"""What a start takes over from the store, and how the books and agents' inventories are squared.
+"""How the books and agents' inventories are squared.
 
 The table of what is done in each case is in docs/recovery.md; its rows are named here as there.
 
@@ -12,128 +12,21 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvshuttle.controlplane.model import lease_events, push_events, turn_events
-from kvshuttle.controlplane.model.agenda import Due
+from kvshuttle.controlplane.model import lease_events, push_events
 from kvshuttle.controlplane.model.commands import PeerFenced, ReaderStopped, Revoke
 from kvshuttle.controlplane.model.errors import SupersededError
-from kvshuttle.controlplane.model.lease_table import LeaseTable, PackedLeases
-from kvshuttle.controlplane.model.prefixes import PrefixIndex
-from kvshuttle.controlplane.model.session_table import PackedSessions, SessionTable
-from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH, State
 from kvshuttle.controlplane.model.terms import LeaseState
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Collection
 
     from kvshuttle.controlplane.model.lease import Lease
-    from kvshuttle.controlplane.model.limits import Limits
     from kvshuttle.controlplane.model.reports import Hello, LeaseReport
-    from kvshuttle.controlplane.model.session import Session
-    from kvshuttle.controlplane.model.session_table import PackedSession
-    from kvshuttle.controlplane.model.state import Snapshot
-    from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef
+    from kvshuttle.controlplane.model.terms import WorkerRef
     from kvshuttle.controlplane.model.work import Work
     from kvshuttle.controlplane.model.worker import Worker
 
-__all__ = ["check_term", "first_state", "reconcile", "superseded", "take_over"]
-
-
-def first_state(now_ns: int, snapshot: Snapshot, lineage_id: str, limits: Limits) -> State:
-    """An empty state in the term after the store's last. `lineage_id` names a store that is
-    new."""
-    return State(
-        epoch=snapshot.epoch + 1,
-        past_epoch=snapshot.epoch,
-        start_ns=now_ns,
-        lineage_id=snapshot.lineage_id or lineage_id,
-        last_incarnation=snapshot.last_incarnation,
-        revision=(snapshot.epoch + 1) * REVISIONS_PER_EPOCH,
-        sessions=SessionTable(limits.hot_sessions),
-        leases=LeaseTable(limits.hot_leases),
-        prefixes=PrefixIndex(limits.prefix_index_hashes),
-    )
-
-
-def take_over(w: Work, snapshot: Snapshot) -> None:
-    """Fills the state with what a store remembers; packed rows are taken out of the snapshot, which
-    is empty afterwards. Replicas come with the agents' inventories."""
-    state, limits = w.state, w.limits
-    w.put_term()
-    for worker in snapshot.workers:
-        state.last_incarnation = max(state.last_incarnation, worker.ref.incarnation)
-        state.workers[worker.ref.worker_id] = worker
-        state.agenda.add(
-            w.now_ns + limits.lost_worker_kept_ns, Due.WORKER_FORGET, worker.ref.worker_id
-        )
-    _take_over_sessions(w, snapshot)
-    pending = []
-    for lease in _take_over_leases(w, snapshot):
-        w.index_lease(None, lease)
-        if lease.state is LeaseState.PENDING:
-            pending.append(lease)
-        elif not lease.open:
-            state.agenda.add(
-                w.now_ns + limits.ended_lease_kept_ns, Due.LEASE_FORGET, lease.lease_id
-            )
-        state.ledger.lease(None, lease)
-    # start-granted: it goes on, to its deadline or, if it was extended among many, to one that is
-    # not in the books and at most a TTL away.
-    state.leases.extend_all(w.now_ns + limits.lease_ttl_ns)
-    for lease in pending:
-        # start-pending: no lease is granted in another term than it was made in.
-        w.put_lease(lease.ended(LeaseState.REVOKED, "EPOCH_CHANGED", w.now_ns))
-
-
-def _take_over_leases(w: Work, snapshot: Snapshot) -> Iterator[Lease]:
-    """Enters them, oldest first, each as an object for a moment only where they come packed."""
-    leases = w.state.leases
-    if isinstance(snapshot.leases, PackedLeases):
-        for row in snapshot.leases.drain():
-            lease = row.unpack()
-            leases.load(row, lease)
-            yield lease
-    else:
-        for lease in sorted(snapshot.leases, key=lambda lease: lease.order):
-            leases[lease.lease_id] = lease
-            yield lease
-
-
-def _take_over_sessions(w: Work, snapshot: Snapshot) -> None:
-    """A million of them in some seconds: what is packed and does not run is not unpacked."""
-    state, limits = w.state, w.limits
-
-    def note(key: SessionKey, update_ns: int, *, active: bool) -> None:
-        if active:
-            state.active_sessions += 1
-            state.ledger.sessions.add(key.tenant, 1)
-        due_ns = turn_events.session_due_ns(w, update_ns, active=active)
-        state.agenda.add(due_ns, Due.SESSION, key)
-
-    def go_on(session: Session) -> None:
-        for turn in session.running():
-            state.turns[turn.token] = (session.key, turn.number)
-            state.ledger.turns.add(session.key.tenant, 1)
-            for placement in turn.placements():
-                state.turns_on[placement.worker.worker_id] += 1
-            # As many times anew as there are restarts: a gateway may not have been able to end it.
-            due_ns = max(turn.begin_ns, w.now_ns) + limits.turn_timeout_ns
-            state.agenda.add(due_ns, Due.TURN, session.key)
-
-    if isinstance(snapshot.sessions, PackedSessions):
-
-        def noted(rows: Iterator[PackedSession]) -> Iterator[PackedSession]:
-            for row in rows:
-                note(row.key, row.update_ns, active=row.active)
-                if row.running:
-                    go_on(row.unpack())
-                yield row
-
-        state.sessions.load(noted(snapshot.sessions.drain()))
-    else:
-        for session in snapshot.sessions:
-            state.sessions[session.key] = session
-            note(session.key, session.update_ns, active=session.active)
-            go_on(session)
+__all__ = ["check_term", "reconcile", "superseded"]
 
 
 # -- terms ---------------------------------------------------------------------------------------

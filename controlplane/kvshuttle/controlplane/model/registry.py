@@ -16,8 +16,8 @@ from kvshuttle.controlplane.model import (
     extension_events,
     lease_events,
     prefix_events,
-    recovery,
     replica_events,
+    takeover,
     turn_events,
     worker_events,
 )
@@ -75,9 +75,9 @@ class Registry:
     def start(self, now_ns: int, snapshot: Snapshot, lineage_id: str) -> Decision[None]:
         """Takes up what a store remembers, in a new epoch. `lineage_id` names a store that is
         new."""
-        self.state = state = recovery.first_state(now_ns, snapshot, lineage_id, self.limits)
+        self.state = state = takeover.first_state(now_ns, snapshot, lineage_id, self.limits)
         w = self._work(now_ns)
-        recovery.take_over(w, snapshot)
+        takeover.take_over(w, snapshot)
         w.fact(
             "started",
             epoch=state.epoch,

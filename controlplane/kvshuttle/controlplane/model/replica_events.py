@@ -94,7 +94,7 @@ def _forward(w: Work, key: SessionKey, turn: Turn, replica: Replica) -> None:
     if turn.token in w.state.push_declined:
         w.command(replica.worker, ReleaseReplica(key, replica.head_hash))
         return
-    for lease_id in w.state.leases_of_turn.get((key, turn.number), ()):
+    for lease_id in w.state.turn_leases(turn.token):
         lease = w.state.leases[lease_id]
         if lease.push and lease.state is LeaseState.PENDING:
             push_events.pull_instead(w, lease)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping
 from typing import TYPE_CHECKING, Any
 
-from msgspec import Struct
 from sortedcontainers import SortedList
 
 from kvshuttle.controlplane.model.packing import (
@@ -18,57 +17,12 @@ from kvshuttle.controlplane.model.packing import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
+    from kvshuttle.controlplane.model.packed import PackedSessions
     from kvshuttle.controlplane.model.replica import Replica
     from kvshuttle.controlplane.model.session import Session
     from kvshuttle.controlplane.model.terms import SessionKey
 
-__all__ = ["PackedSession", "PackedSessions", "ReplicaTable", "SessionTable"]
-
-
-class PackedSession(Struct, frozen=True, gc=False):
-    """A session as a store gives it, and what must be known of it without unpacking it. `body` is
-    as the table keeps it: a first byte, 0, says that it is not pressed."""
-
-    key: SessionKey
-    body: bytes
-    update_ns: int
-    active: bool
-    running: int
-
-    def unpack(self) -> Session:
-        """The session."""
-        return session_from_bytes(self.key, self.body[1:])
-
-
-class PackedSessions(Sequence["Session"]):
-    """Sessions that are unpacked as they are looked at."""
-
-    def __init__(self, rows: list[PackedSession]) -> None:
-        self.rows = rows
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def drain(self) -> Iterator[PackedSession]:
-        """All rows, each let go of when the next is taken: a table need not lie beside them."""
-        self.rows.reverse()
-        while self.rows:
-            yield self.rows.pop()
-
-    def __getitem__(self, at: Any) -> Any:
-        return self.rows[at].unpack()
-
-    def __iter__(self) -> Iterator[Session]:
-        return (row.unpack() for row in self.rows)
-
-    def __eq__(self, other: object) -> bool:
-        if isinstance(other, PackedSessions):
-            return self.rows == other.rows
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
+__all__ = ["ReplicaTable", "SessionTable"]
 
 
 class SessionTable(MutableMapping["SessionKey", "Session"]):
@@ -174,15 +128,16 @@ class SessionTable(MutableMapping["SessionKey", "Session"]):
         self._active[slot] = False
         self._free.append(slot)
 
-    def load(self, packed: Iterable[PackedSession]) -> None:
-        """Takes up sessions as a store gives them, as bytes."""
-        ordered: list[SessionKey] = []
-        for one in packed:
-            slot = self._new(one.key)
-            self._rows[slot] = one.body
-            self._active[slot] = one.active
-            ordered.append(one.key)
-        self._ordered.update(ordered)
+    def load(self, packed: PackedSessions) -> None:
+        """Takes up what a store gives, into a table that is empty; the columns are the table's from
+        then on."""
+        assert not self._keys
+        self._slot = dict(zip(packed.keys, range(len(packed)), strict=True))
+        self._keys = list(packed.keys)
+        self._rows = list(packed.bodies)
+        self._replicas = [()] * len(packed)
+        self._active = packed.active
+        self._ordered.update(packed.keys)
 
     def _new(self, key: SessionKey) -> int:
         if self._free:

@@ -10,10 +10,11 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.agenda import Agenda
-from kvshuttle.controlplane.model.lease_table import LeaseTable, PackedLeases
+from kvshuttle.controlplane.model.lease_table import LeaseTable
 from kvshuttle.controlplane.model.ledger import Ledger
+from kvshuttle.controlplane.model.packed import PackedLeases, PackedSessions
 from kvshuttle.controlplane.model.prefixes import PrefixIndex
-from kvshuttle.controlplane.model.session_table import PackedSessions, ReplicaTable, SessionTable
+from kvshuttle.controlplane.model.session_table import ReplicaTable, SessionTable
 from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef
 
 if TYPE_CHECKING:
@@ -27,9 +28,8 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.model.session import Session
     from kvshuttle.controlplane.model.worker import Worker
 
-__all__ = ["REVISIONS_PER_EPOCH", "Extension", "Snapshot", "State", "TurnName"]
+__all__ = ["REVISIONS_PER_EPOCH", "Extension", "Snapshot", "State"]
 
-TurnName = tuple[SessionKey, int]
 REVISIONS_PER_EPOCH = 1 << 40
 
 
@@ -58,20 +58,12 @@ class Snapshot:
 
     def latest_ns(self) -> int:
         """The newest time in it: time goes on from there, whatever the wall clock says."""
-        sessions = self.sessions
-        rows = sessions.rows if isinstance(sessions, PackedSessions) else sessions
         return max(
             self.time_ns,
-            max((x.update_ns for x in rows), default=0),
-            max(_lease_times(self.leases), default=0),
+            PackedSessions.of(self.sessions).latest_ns(),
+            PackedLeases.of(self.leases).latest_ns(),
             max((max(x.heard_ns, x.end_ns) for x in self.workers), default=0),
         )
-
-
-def _lease_times(leases: Iterable[Lease]) -> Iterable[int]:
-    if isinstance(leases, PackedLeases):
-        return (x.newest_ns for x in leases.rows)
-    return (max(x.create_ns, x.grant_ns, x.end_ns) for x in leases)
 
 
 @dataclass(slots=True)
@@ -92,13 +84,15 @@ class State:
     # The current boot of each worker; an older boot is known by its leases only.
     workers: dict[str, Worker] = field(default_factory=dict)
     replicas: ReplicaTable = field(init=False)
-    turns: dict[str, TurnName] = field(default_factory=dict)
+    # The session of each turn that runs, by the turn's token.
+    turns: dict[str, SessionKey] = field(default_factory=dict)
     turns_on: Counter[str] = field(default_factory=Counter)
     # Ended leases whose destination has not said that it stopped, by either worker: whoever reads
     # may still read. What is open is found in `leases` itself.
     unstopped: dict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
-    # Open ones; those that are eager belong to their session and are not among them.
-    leases_of_turn: dict[TurnName, tuple[str, ...]] = field(default_factory=dict)
+    # Open ones by the turn's token, where there is one only without a tuple around it; those that
+    # are eager belong to their session and are not among them.
+    leases_of_turn: dict[str, str | tuple[str, ...]] = field(default_factory=dict)
     # Eager returns: the open one of a session, how many a reader has open, and what waits there
     # (turn, head hash), oldest first.
     eager_of: dict[SessionKey, str] = field(default_factory=dict)
@@ -129,6 +123,11 @@ class State:
     def open_leases(self) -> list[str]:
         """Ids of the leases that have not ended, in no order."""
         return self.leases.open_ids()
+
+    def turn_leases(self, token: str) -> tuple[str, ...]:
+        """Ids of a turn's open leases, oldest first."""
+        found = self.leases_of_turn.get(token, ())
+        return (found,) if isinstance(found, str) else found
 
     def next_revision(self) -> int:
         """Orders all changes of sessions and leases, over restarts too: the epoch is its high

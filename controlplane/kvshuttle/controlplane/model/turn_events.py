@@ -53,6 +53,7 @@ __all__ = [
     "expect_again",
     "session_due",
     "session_due_ns",
+    "session_kept_ns",
     "update",
 ]
 
@@ -139,12 +140,12 @@ def begin(w: Work, ask: BeginTurn) -> Turn:
     w.gaps.back(ask.key, w.now_ns)
     w.put_session(session.with_turn(turn, w.now_ns))
     # One object for all indexes: there are as many as turns that run.
-    name = (state.sessions.own(ask.key), turn.number)
-    state.turns[turn.token] = name
+    own = state.sessions.own(ask.key)
+    state.turns[turn.token] = own
     state.ledger.turns.add(ask.key.tenant, 1)
     for placement in turn.placements():
         state.turns_on[placement.worker.worker_id] += 1
-    state.agenda.add(w.now_ns + w.limits.turn_timeout_ns, Due.TURN, name[0])
+    state.agenda.add(w.now_ns + w.limits.turn_timeout_ns, Due.TURN, own)
     lease_id = eager_events.awaited(w, ask.key, plan)
     if plan.return_mode is ReturnMode.LAZY and choice.replica is not None:
         lease = lease_events.make(
@@ -251,12 +252,13 @@ def expect(
 def expect_again(w: Work, worker_id: str) -> None:
     """A worker reconnected: what its old stream had queued was dropped, so its running turns are
     named again."""
-    for key, number in list(w.state.turns.values()):
-        session = w.state.sessions.get(key)
-        turn = session.find(number) if session is not None else None
+    for token, key in list(w.state.turns.items()):
+        # There may be many, of which few run here: they are not kept unpacked.
+        session = w.state.sessions.peek(key)
+        turn = session.find_token(token) if session is not None else None
         if turn is None or not turn.running:
             continue
-        leases = [w.state.leases[i] for i in w.state.leases_of_turn.get((key, number), ())]
+        leases = [w.state.leases[i] for i in w.state.turn_leases(token)]
         for leg in (Leg.PREFILL, Leg.DECODE):
             placement = turn.prefill if leg is Leg.PREFILL else turn.decode
             if placement is None or placement.worker.worker_id != worker_id:
@@ -267,7 +269,7 @@ def expect_again(w: Work, worker_id: str) -> None:
                 (i for i in leases if i.destination == placement.worker and not i.push), None
             )
             follows = leg is Leg.DECODE and turn.prefill is not None and lease is None
-            push = push_events.open_of_turn(w, key, number)
+            push = push_events.open_of_turn(w, token)
             expect(w, key, turn, leg, lease.lease_id if lease else "", follows, push=push)
 
 
@@ -312,7 +314,7 @@ def end(
             continue
         w.state.turns_on[placement.worker.worker_id] -= 1
         w.command(placement.worker, ForgetTurn(turn.token, leg))
-    for lease_id in sorted(w.state.leases_of_turn.get((key, number), ())):
+    for lease_id in sorted(w.state.turn_leases(turn.token)):
         lease_events.stop(w, w.state.leases[lease_id], LeaseState.REVOKED, "TURN_ENDED")
     w.fact(
         "turn_ended",
@@ -345,13 +347,11 @@ def _learn(w: Work, turn: Turn, outcome: TurnOutcome, usage: Usage | None) -> No
     rates.observe_prefill(decode, computed, max(usage.ttft_ns // 2, usage.ttft_ns - waited_ns))
 
 
-def _measured(w: Work, key: SessionKey | None, number: int, report: LegReport) -> None:
+def _measured(w: Work, turn: Turn | None, report: LegReport) -> None:
     """A prefill leg was computed: nobody waits for it any more, and it shows by how much its
     prediction was off."""
     predicted = w.planner.rates.done(report.turn_token, w.now_ns)
-    session = w.state.sessions.peek(key) if key is not None and predicted else None
-    turn = session.find(number) if session is not None else None
-    if turn is not None and turn.asked_tokens and turn.plan.return_mode in _RETURNS:
+    if predicted and turn is not None and turn.asked_tokens and turn.plan.return_mode in _RETURNS:
         w.planner.rates.observe_miss(report.computed_tokens - predicted)
 
 
@@ -426,8 +426,14 @@ def session_due_ns(w: Work, update_ns: int, *, active: bool) -> int:
     forward while the process was down. So whatever it says, a session whose KV may still be held
     lives on for as long as that can be.
     """
-    kept = w.limits.session_idle_ns if active else w.limits.ended_session_kept_ns
-    return max(update_ns + kept, w.state.start_ns + min(kept, w.limits.retention_max_ns))
+    kept_ns, least_ns = session_kept_ns(w, active=active)
+    return max(update_ns + kept_ns, least_ns)
+
+
+def session_kept_ns(w: Work, *, active: bool) -> tuple[int, int]:
+    """For how long after its last change a session is kept, and until when at least."""
+    kept_ns = w.limits.session_idle_ns if active else w.limits.ended_session_kept_ns
+    return kept_ns, w.state.start_ns + min(kept_ns, w.limits.retention_max_ns)
 
 
 def session_due(w: Work, key: SessionKey) -> None:
@@ -450,14 +456,16 @@ def session_due(w: Work, key: SessionKey) -> None:
 def computed(w: Work, worker_id: str, report: LegReport) -> None:
     """A leg's prompt was computed: feeds the planner and the counters."""
     w.planner.rates.observe_prefill(worker_id, report.computed_tokens, report.compute_ns)
-    key, number = w.state.turns.get(report.turn_token, (None, 0))
+    key = w.state.turns.get(report.turn_token)
+    session = w.state.sessions.peek(key) if key is not None else None
+    turn = session.find_token(report.turn_token) if session is not None else None
     if report.leg is Leg.PREFILL:
-        _measured(w, key, number, report)
+        _measured(w, turn, report)
     w.fact(
         "leg_computed",
         worker_id=worker_id,
         session_id=key.session_id if key else "",
-        turn=number,
+        turn=turn.number if turn is not None else 0,
         leg=report.leg.name,
         prompt_tokens=report.prompt_tokens,
         local_hit_tokens=report.local_hit_tokens,

@@ -213,17 +213,16 @@ class Work:
             del state.eager_of[lease.key]
 
     def _index_turn(self, lease: Lease, *, is_open: bool) -> None:
-        of_turn = self.state.leases_of_turn
-        turn = (lease.key, lease.turn)
-        known = of_turn.get(turn, ())
+        token, of_turn = lease.turn_token, self.state.leases_of_turn
+        known = self.state.turn_leases(token)
         if is_open:
-            of_turn[self.state.turns.get(lease.turn_token, turn)] = (*known, lease.lease_id)
+            of_turn[token] = (*known, lease.lease_id) if known else lease.lease_id
         elif lease.lease_id in known:
             left = tuple(x for x in known if x != lease.lease_id)
             if left:
-                of_turn[turn] = left
+                of_turn[token] = left
             else:
-                del of_turn[turn]
+                del of_turn[token]
 
     def drop_lease(self, lease: Lease) -> None:
         """A lease is forgotten."""

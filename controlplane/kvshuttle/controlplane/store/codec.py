@@ -6,21 +6,25 @@ from __future__ import annotations
 
 import json
 import struct
+from typing import TYPE_CHECKING
 
+import numpy as np
 from msgspec.structs import replace
 
 from kvshuttle.controlplane.model import packing
 from kvshuttle.controlplane.model.lease import Lease
-from kvshuttle.controlplane.model.lease_table import PackedLease
 from kvshuttle.controlplane.model.session import Session
-from kvshuttle.controlplane.model.session_table import PackedSession
 from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef, WorkerRole, WorkerState
 from kvshuttle.controlplane.model.worker import Worker
 
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvshuttle.controlplane.model.packed import PackedSessions
+
 __all__ = [
-    "lease_from_row",
+    "add_sessions",
     "lease_to_row",
-    "session_from_row",
     "session_to_row",
     "to_row",
     "worker_from_row",
@@ -31,6 +35,8 @@ _encode = json.JSONEncoder(separators=(",", ":"), ensure_ascii=False).encode
 _HEAD = struct.Struct("<qBH")
 """What a start must know of every session without unpacking it: its last change, whether it is
 active, how many of its turns run."""
+_HEADS = np.dtype([("update_ns", "<i8"), ("active", "u1"), ("running", "<u2")])
+"""The same, of many in a row."""
 
 
 def session_to_row(session: Session) -> bytes:
@@ -39,11 +45,24 @@ def session_to_row(session: Session) -> bytes:
     return head + packing.session_to_bytes(session)
 
 
-def session_from_row(tenant: str, session_id: str, body: bytes) -> PackedSession:
-    """The inverse, packed. struct.error when the row is too short to be one."""
-    update_ns, active, running = _HEAD.unpack_from(body)
-    body = b"\0" + body[_HEAD.size :]
-    return PackedSession(SessionKey(tenant, session_id), body, update_ns, bool(active), running)
+def add_sessions(
+    found: PackedSessions, tenants: Sequence[str], ids: Sequence[str], bodies: Sequence[bytes]
+) -> None:
+    """The inverse for many rows, which stay packed; a tenant's name should be one object in all of
+    them. ValueError when one is too short to be one."""
+    size = _HEAD.size
+    heads = b"".join([body[:size] for body in bodies])
+    if len(heads) != size * len(bodies):
+        raise ValueError("a session's row is cut short")
+    columns = np.frombuffer(heads, _HEADS)
+    new, key = tuple.__new__, SessionKey
+    found.extend(
+        [new(key, name) for name in zip(tenants, ids, strict=True)],
+        [body[size:] for body in bodies],
+        columns["update_ns"],
+        columns["active"],
+        columns["running"],
+    )
 
 
 def lease_to_row(lease: Lease) -> bytes:
@@ -51,11 +70,6 @@ def lease_to_row(lease: Lease) -> bytes:
     if lease.renewal is not None:
         lease = replace(lease, renewal=None)
     return packing.lease_to_bytes(lease)
-
-
-def lease_from_row(lease_id: str, body: bytes) -> PackedLease:
-    """The inverse, packed. msgspec.DecodeError, a ValueError, when it is none."""
-    return PackedLease.of(lease_id, body)
 
 
 def to_row(image: Session | Lease) -> bytes:

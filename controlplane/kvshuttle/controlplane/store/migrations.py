@@ -15,7 +15,7 @@ from zlib import crc32
 
 import msgspec
 
-__all__ = ["STEPS", "VERSION", "Step", "checksum", "create", "upgrade", "why_not"]
+__all__ = ["STEPS", "VERSION", "Step", "checksum", "checksums", "create", "upgrade", "why_not"]
 
 Step = Callable[[sqlite3.Connection], None]
 
@@ -23,12 +23,28 @@ Step = Callable[[sqlite3.Connection], None]
 def checksum(*columns: str | int | bytes) -> int:
     """What a row's `crc` must be, from its other columns in order. SQLite has no checksums of its
     own: without this a flipped bit inside a row's text would be taken for what was stored."""
-    value = 0
+    parts: list[bytes] = []
     for column in columns:
         data = column if isinstance(column, bytes) else str(column).encode()
         # The length keeps ("a", "bc") and ("ab", "c") apart.
-        value = crc32(data, crc32(len(data).to_bytes(4, "little"), value))
-    return value
+        parts += len(data).to_bytes(4, "little"), data
+    return crc32(b"".join(parts))
+
+
+_SIZES = [size.to_bytes(4, "little") for size in range(8_192)]
+
+
+def checksums(*columns: Sequence[str | bytes]) -> list[int]:
+    """`checksum` of many rows of text and bytes, by column."""
+    sized: list[list[bytes]] = []
+    for column in columns:
+        data = [x if isinstance(x, bytes) else x.encode() for x in column]
+        try:
+            sized.append([_SIZES[len(x)] for x in data])
+        except IndexError:
+            sized.append([len(x).to_bytes(4, "little") for x in data])
+        sized.append(data)
+    return [crc32(b"".join(row)) for row in zip(*sized, strict=True)]
 
 
 def _statements(script: str) -> Step:
