@@ -18,12 +18,13 @@ from kvshuttle.controlplane.model.terms import (
     TurnOutcome,
     TurnState,
     WorkerRef,
+    WorkerState,
 )
 from kvshuttle.controlplane.model.worker import Worker
 from kvshuttle.controlplane.planner import Choice, Planner, Rates
 from kvshuttle.controlplane.planner import planner as planning
 from kvshuttle.controlplane.planner.history import expected_tokens
-from kvshuttle.controlplane.planner.rates import MISS_MOST, PREFILL_TOKENS_PER_S
+from kvshuttle.controlplane.planner.rates import LEGS_MOST, MISS_MOST, PREFILL_TOKENS_PER_S
 from tests.unit.controlplane.test_planner import MS, B, D, P, replica, worker
 from tests.unit.controlplane.world import KEY
 
@@ -104,6 +105,17 @@ def test_a_backlog_ends_with_its_legs() -> None:
     planner.rates.done(two, 0)
     assert planner.rates.queue_ns(FLEET[0], 0) == 0
     assert not planner.rates.given
+
+
+def test_legs_beyond_what_a_worker_runs_are_not_told_apart() -> None:
+    rates = Rates()
+    for number in range(LEGS_MOST + 3):
+        rates.give(f"leg-{number}", "p1", 10, number)
+    assert rates.backlogs["p1"].tokens == 10 * LEGS_MOST
+    assert len(rates.given) == LEGS_MOST
+    assert rates.done("leg-2", 5) == 0
+    assert rates.done("leg-3", 5) == 10
+    assert rates.backlogs["p1"].tokens == 10 * (LEGS_MOST - 1)
 
 
 def test_requests_of_others_count_by_the_heartbeat() -> None:
@@ -195,6 +207,32 @@ def test_new_sessions_go_where_least_is_to_be_computed() -> None:
     assert where(choice) == ("p2", "d1")
     assert plan.placement == "LEAST_LOADED"
     assert [one.prefill for one in plan.candidates] == ["p2", "p1"]
+
+
+def test_among_many_workers_a_turn_moves_to_one_of_the_shortest_queues() -> None:
+    many = [worker(f"p{n:02}", P) for n in range(40)] + [worker(f"d{n:02}", D) for n in range(40)]
+    held = (replica("d07", 100),)
+    session = Session(KEY, 0, 0, last_prefill="p03")
+    planner = Planner()
+    for n in range(40):
+        busy(planner, f"p{n:02}", 100_000 + 100 * n)
+    more: dict[str, Any] = {"session": session, "replicas": held, "prompt_tokens": 4_000}
+    assert where(decide(planner, many, **more)[0])[0] == "p03"
+    for n in range(3, 40):
+        busy(planner, f"p{n:02}", 900_000)
+    # The shortlist is some ms old, but what is compared is not.
+    assert where(decide(planner, many, **more)[0])[0] == "p00"
+    # Of those on it some are gone, or must not be used: others are looked for.
+    few = ["p00", "p01", "p02", *(f"p{n:02}" for n in range(4, 30))]
+    choice, _ = decide(planner, many, excluded=few, **more)
+    assert where(choice)[0] in {"p03", *(f"p{n}" for n in range(30, 40))}
+    fewer = [one for one in many if one.ref.worker_id not in ("p00", "p01")]
+    assert where(decide(planner, fewer, **more)[0])[0] == "p02"
+    lost = [
+        replace(one, state=WorkerState.LOST) if one.ref.worker_id in ("p00", "p01") else one
+        for one in many
+    ]
+    assert where(decide(planner, lost, **more)[0])[0] == "p02"
 
 
 def test_a_small_difference_moves_nobody() -> None:

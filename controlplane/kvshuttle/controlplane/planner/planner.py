@@ -38,6 +38,11 @@ _NOBODY: Mapping[str, int] = MappingProxyType({})
 TRIED = 4
 """Workers of each role for which a move is predicted in full: among sixty-four, all of them would
 cost a turn as much as all else that is done for it. Links may differ; queues differ more."""
+FEW = 4 * TRIED
+"""So many workers are looked at each time."""
+SHORTLIST_NS = 10_000_000
+"""How long a shortlist holds: some turns of a busy control plane, a fifth of what a queue must
+differ by for a turn to move."""
 MOVE_LEAST_US = 50_000
 """A session does not leave its KV to spare less than this: a tenth of what a person notices, and
 what a prediction is off by on a busy machine."""
@@ -70,6 +75,9 @@ class Planner:
     min_tokens: int = 64
     direct_tokens: int = DIRECT_TOKENS
     rates: Rates = field(default_factory=Rates)
+    # The last shortlist: see `_shortlist`.
+    _short_name: tuple[int, int, int] = (0, 0, 0)
+    _short: list[list[str]] = field(default_factory=list)
 
     # -- the whole -----------------------------------------------------------------------------
     def decide(
@@ -282,6 +290,42 @@ class Planner:
         return least if spared_ns > AHEAD_NS else stays
 
     # -- elsewhere -----------------------------------------------------------------------------
+    def _shortlist(self, fleet: Fleet, ask: _Ask, prompt: int) -> list[Worker]:
+        """Workers that a turn may move to. Where there are many, those with the shortest queues as
+        they were some ms ago: to look at all of them costs more than all else that is decided, and
+        where everybody waits every turn would."""
+        workers = fleet.workers
+        if len(workers) <= FEW:
+            return placing.able(fleet, ask.excluded)
+        computes = prompt or int(self.rates.leg_tokens)
+        name = (len(workers), ask.now_ns // SHORTLIST_NS, computes.bit_length())
+        if name != self._short_name:
+            able = placing.able(fleet, ())
+            queues = nsmallest(
+                2 * TRIED,
+                [one for one in able if one.role is WorkerRole.PREFILL] or able,
+                key=lambda one: (
+                    self.rates.queue_ns(one, ask.now_ns)
+                    + self.rates.computes_ns(one.ref.worker_id, computes),
+                    one.ref.worker_id,
+                ),
+            )
+            places = nsmallest(
+                2 * TRIED,
+                placing.decoders(able),
+                key=lambda one: (self.rates.decode_queue_ns(one), one.ref.worker_id),
+            )
+            self._short_name = name
+            self._short = [[one.ref.worker_id for one in some] for some in (queues, places)]
+        found: dict[str, Worker] = {}
+        for names in self._short:
+            known = [workers[x] for x in names if x in workers and x not in ask.excluded]
+            still = {one.ref.worker_id: one for one in known if one.ready}
+            if len(still) < min(len(names), TRIED):
+                return placing.able(fleet, ask.excluded)
+            found |= still
+        return list(found.values())
+
     def _elsewhere(
         self, fleet: Fleet, ask: _Ask, stays: Choice, prompt: int
     ) -> tuple[Choice, Plan, Candidate] | None:
@@ -296,7 +340,7 @@ class Planner:
         def cost(one: tuple[Choice, Plan, Candidate]) -> tuple[int, str, str]:
             return one[2].ttft_us, one[2].prefill, one[2].decode
 
-        able = placing.able(fleet, ask.excluded)
+        able = self._shortlist(fleet, ask, prompt)
         base = replace(stays, source=stays.holder, placement="SHORTER_QUEUE", runner_up=None)
         best = None
         if stays.prefill is not None:

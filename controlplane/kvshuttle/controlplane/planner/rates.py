@@ -59,6 +59,9 @@ FAR_NS = 86_400 * SECOND
 IDLE_NS = 3 * SECOND
 """Three heartbeats. A leg that was given longer ago, to a worker that says that it has nothing to
 do, never came there or has ended without a word: its gateway has died."""
+LEGS_MOST = 1_024
+"""Legs of a worker that are told apart: as many as it runs at once (`Limits.turns_per_worker`). Of
+more, the oldest will not be heard of."""
 LOADING = 2
 """Requests that an engine calls waiting while their KV is moved in; so many, and a quarter of those
 that run, are no queue for a place."""
@@ -186,6 +189,10 @@ class Rates:
         backlog.tokens += tokens
         backlog.legs[token] = (tokens, now_ns)
         self.given[token] = worker_id
+        if len(backlog.legs) > LEGS_MOST:
+            oldest = next(iter(backlog.legs))
+            backlog.tokens -= backlog.legs.pop(oldest)[0]
+            self.given.pop(oldest, None)
 
     def observe_miss(self, tokens: float) -> None:
         """A leg computed so many tokens more than was predicted (or fewer)."""
