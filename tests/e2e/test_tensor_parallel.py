@@ -185,9 +185,8 @@ def test_one_rank_and_two_exchange_heads_both_ways(pair: Pair, oracle: Oracle) -
     assert {x.state for x in moved} == {lease_pb2.LEASE_STATE_COMPLETED}
     # All heads of each block, whoever moved them.
     workers = pair.view.workers()
-    per_token = {x: workers[x].bytes_per_block // BLOCK for x in (PREFILL, DECODE)}
-    assert per_token[PREFILL] == per_token[DECODE]
-    assert all(x.stats.bytes == x.stats.tokens * per_token[DECODE] for x in moved)
+    assert workers[PREFILL].bytes_per_block == workers[DECODE].bytes_per_block
+    assert all(x.stats.bytes == x.stats.blocks * workers[DECODE].bytes_per_block for x in moved)
     for worker in workers.values():
         assert not worker.counters.fallbacks, worker.ref.worker_id
 
