@@ -153,14 +153,14 @@ def test_one_rank_and_two_exchange_heads_both_ways(pair: Pair, oracle: Oracle) -
         DECODE: 2,
     }
     talk = Conversation("ranks", seed=60)
-    directions = []
+    returned = []
     for number in range(3):
         messages = talk.say()
         before = pair.prefill.metrics().total(EXTERNAL_HITS)
         answer = pair.ask(messages, talk.session)
         oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
         talk.heard(answer)
-        directions.append(pair.prefill.metrics().total(EXTERNAL_HITS) - before)
+        returned.append(pair.prefill.metrics().total(EXTERNAL_HITS) - before)
 
         def returned_eagerly(turn: int = number + 1) -> bool:
             return any(
@@ -172,8 +172,8 @@ def test_one_rank_and_two_exchange_heads_both_ways(pair: Pair, oracle: Oracle) -
         if number == 1:
             # It is lost again: the third turn gets it while it waits.
             assert reset_cache(pair.prefill).status_code == 200
-    assert directions[1] == 0  # eagerly returned is a local hit
-    assert directions[2] > 0
+    # What came back eagerly is a local hit, but for a last block that is not full.
+    assert returned[1] < BLOCK < returned[2]
     assert pair.decode.metrics().total(EXTERNAL_HITS) > 0
     moved = pair.moved(talk.session)
     kinds = {(x.direction, x.eager) for x in moved}
