@@ -28,7 +28,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.mutation.mutant import EXPLORATION, SIMULATION, Mutant
+from tests.mutation.mutant import EXPLORATION, PUSH_EXPLORATION, SIMULATION, Mutant
 from tests.mutation.mutants import MUTANTS
 
 ROOT = Path(__file__).parents[2]
@@ -153,15 +153,17 @@ def _look(tree: Path, looks: tuple[str, ...], options: argparse.Namespace) -> st
 def _commands(
     looks: tuple[str, ...], options: argparse.Namespace
 ) -> Iterator[tuple[str, list[str]]]:
-    tests = [x for x in looks if x not in (SIMULATION, EXPLORATION)]
+    tests = [x for x in looks if x not in (SIMULATION, EXPLORATION, PUSH_EXPLORATION)]
     if tests:
         yield "tests", ["pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
     if SIMULATION in looks:
         schedules = ["--schedules", str(options.schedules)]
         yield SIMULATION, ["tests.simulation", *schedules, "--fail-fast", "--jobs", "1"]
+    explore = ["tests.simulation.exhaustive", "--faults", "1", "--steps", str(options.steps)]
     if EXPLORATION in looks:
-        steps = ["--steps", str(options.steps)]
-        yield EXPLORATION, ["tests.simulation.exhaustive", "--faults", "1", *steps]
+        yield EXPLORATION, explore
+    if PUSH_EXPLORATION in looks:
+        yield PUSH_EXPLORATION, [*explore, "--world", "push"]
 
 
 def _run(tree: Path, command: list[str]) -> subprocess.CompletedProcess[str]:

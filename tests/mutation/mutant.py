@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["AGENT", "CONTROL", "EXPLORATION", "SIMULATION", "Mutant"]
+__all__ = ["AGENT", "CONTROL", "EXPLORATION", "PUSH_EXPLORATION", "SIMULATION", "Mutant"]
 
 AGENT = "dataplane/kvshuttle/dataplane/"
 CONTROL = "controlplane/kvshuttle/controlplane/"
 SIMULATION, EXPLORATION = "simulation", "exploration"
+PUSH_EXPLORATION = "exploration of a push"
 
 
 @dataclass(frozen=True)

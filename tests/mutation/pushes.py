@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from tests.mutation.mutant import AGENT, CONTROL, Mutant
+from tests.mutation.mutant import AGENT, CONTROL, PUSH_EXPLORATION, Mutant
 
 __all__ = ["PUSHES"]
 
@@ -218,6 +218,38 @@ PUSHES = (
         CONTROL + "model/worker_events.py",
         "    for number in worker.numbers():\n        _dead(",
         "    for number in [ref]:\n        _dead(",
+        (MODEL,),
+    ),
+    Mutant(
+        "push_writers_word_kept_back",
+        "a landing zone is let go by its writer's word where the notice was lost",
+        CONTROL + "model/push_events.py",
+        "    lease = lease.with_reader_stopped()\n    w.put_lease(lease)\n    tell_landing(w, lease)\n\n\ndef _landing_stopped",
+        "    lease = lease.with_reader_stopped()\n    w.put_lease(lease)\n\n\ndef _landing_stopped",
+        (PUSH_EXPLORATION,),
+    ),
+    Mutant(
+        "push_grant_lost_with_its_stream",
+        "a writer that comes back without the lease does not write",
+        CONTROL + "model/recovery.py",
+        "    if push_events.same_process(w, ref, lease.source) and lease.lease_id not in writes:\n",
+        "    if False:\n",
+        (PUSH_EXPLORATION,),
+    ),
+    Mutant(
+        "push_hangs_after_a_fence",
+        "what is written to the dead ends with the fence",
+        AGENT + "transfers.py",
+        "        self.pushes.drop_peer(message.worker_id, message.incarnation)\n",
+        "",
+        (PUSH_EXPLORATION,),
+    ),
+    Mutant(
+        "push_dead_writer_in_no_books",
+        "a writer that is in no books can be fenced",
+        CONTROL + "model/worker_events.py",
+        "(_waited_for(w, ref) or push_events.writer_gone(w, ref))",
+        "_waited_for(w, ref)",
         (MODEL,),
     ),
 )

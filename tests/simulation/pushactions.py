@@ -41,7 +41,8 @@ FAULTS: dict[str, Callable[[PushWorld], bool]] = {
     "stall d": _runs("d"),
     "pause s": lambda w: w.nodes["s"].alive and not w.nodes["s"].mover_paused,
     "pause d": lambda w: w.nodes["d"].alive and not w.nodes["d"].mover_paused,
-    "lose notice": lambda w: bool(w.fabric.notices),
+    # The next one that is sent.
+    "lose notice": lambda w: True,
     "fail write": lambda w: bool(w.fabric.writing),
     "revoke": lambda w: bool(w.registry.state.open_leases),
     "renew": lambda w: bool(w.registry.state.open_leases),
@@ -204,7 +205,7 @@ def do(world: PushWorld, action: str) -> None:
         case "fail":
             world.fabric.fail_write(world.fabric.writing[0])
         case "lose" if which == "notice":
-            world.fabric.notices.popleft()
+            world.fabric.lose_next = True
         case "time":
             world.kernel.now = _instants(world)[which]
             _tick(world)
@@ -329,6 +330,7 @@ def end(world: PushWorld) -> None:
     """Nothing goes wrong any more, and time passes: nothing may be held that no dead process is in
     the way of; and nothing at all when the dead have been fenced."""
     world.held.clear()
+    world.fabric.lose_next = False
     for node in _living(world):
         node.stalled = node.mover_paused = False
     _tick(world)
@@ -421,9 +423,9 @@ def _left_over(world: PushWorld) -> list[str]:
             "early chunks": len(transfers.pushes._early),
             "blocks referenced": used,
         }
-        if not world.stores_lost:
-            # Where the store was lost, nobody can attest the death of a boot that was written to.
-            # Nothing is held for it.
+        if not world.books_lost:
+            # Where the books have lost a boot that was written to, and another has its place,
+            # nobody can attest its death. Nothing is held for it.
             counts |= {
                 "pushes": len(agent.push._pushes),
                 "WRITEs": len(transfers.pushes._pushes),

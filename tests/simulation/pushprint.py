@@ -27,6 +27,7 @@ def of_world(world: PushWorld) -> tuple[Any, ...]:
         _of_leg(world.answer),
         tuple((i, world._of_node(x), _of_push(world, x)) for i, x in world.nodes.items()),
         tuple((a.name, b.name, n) for a, b, n in fabric.notices),
+        fabric.lose_next,
         tuple((r.reader.name, r.source.name, r.copied) for r in fabric.flying),
         tuple(
             (w.writer.name, w.target.name, tuple(w.local), tuple(w.remote), w.regions, w.copied)

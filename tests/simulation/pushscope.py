@@ -272,6 +272,11 @@ class PushWorld(SmallWorld):
         """The control plane comes back with a copy of its store from before the turn."""
         self.store = self.copied_store
 
+    @property
+    def books_lost(self) -> bool:
+        """Whether the control plane does not know any more what it has granted."""
+        return self.stores_lost > 0 or self.store is self.copied_store
+
     def lose_store(self) -> None:
         """Or with none, and an operator says that it may."""
         self.store = MemoryStore()

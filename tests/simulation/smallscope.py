@@ -83,12 +83,16 @@ class _Notices(Fabric):
     def __init__(self, kernel: Kernel) -> None:
         super().__init__(kernel, lambda _a, _b: False, lambda _: None, one_sided=True)
         self.notices: deque[tuple[SimTransport, SimTransport, bytes]] = deque()
+        self.lose_next = False
 
     def start(self, read: FlyingRead) -> None:
         self.posted += 1
         self.flying.append(read)
 
     def send(self, sender: SimTransport, to: SimTransport, message: bytes) -> None:
+        if self.lose_next:
+            self.lose_next = False
+            return
         self.notices.append((sender, to, message))
 
     def finish(self, read: FlyingRead) -> None:
