@@ -206,6 +206,8 @@ class Node:
         self.down: deque[pb.ConnectResponse] = deque()
         self.pending: list[pb.AgentEvent] = []
         self.conversation: Conversation | None = None
+        # The one on which the control plane speaks.
+        self.welcomed: Conversation | None = None
         # The engine is in a long step; the mover's process is stopped.
         self.stalled = False
         self.mover_paused = False
@@ -502,8 +504,8 @@ class SmallWorld:
     def _say(self, worker_id: str, **what: Any) -> None:
         _, generation, boot_id = self.streams[worker_id]
         node = next((x for x in self.nodes.values() if f"boot-{x.name}" == boot_id), None)
-        if node is None:
-            return
+        if node is None or node.conversation is not node.welcomed:
+            return  # on a stream that has ended; of its next one the hello has not come
         node.down.append(
             pb.ConnectResponse(
                 epoch=self.registry.state.epoch,
@@ -527,6 +529,7 @@ class SmallWorld:
             welcome = decision.result
             worker = welcome.worker
             node.down.clear()
+            node.welcomed = node.conversation
             self.streams[worker_id] = (worker.ref, worker.stream_generation, worker.boot_id)
             self._say(
                 worker_id,
@@ -614,6 +617,7 @@ class SmallWorld:
             node.mover_paused,
             node.connected,
             node.conversation is None,
+            node.conversation is node.welcomed,
             tuple(x.SerializeToString(deterministic=True) for x in node.up),
             tuple(x.SerializeToString(deterministic=True) for x in node.down),
             tuple(x.SerializeToString(deterministic=True) for x in node.pending),

@@ -61,13 +61,23 @@ def test_the_first_orders_of_events_around_one_lease_violate_nothing(
 @pytest.mark.timeout(3_600)
 @pytest.mark.parametrize("faults", ["1", "2"])
 @pytest.mark.parametrize(
-    ("world", "states"), [("turn", 10_000), ("eager", 10_000), ("push", 5_000)]
+    ("world", "states"), [("turn", 10_000), ("eager", 10_000), ("push", 3_000)]
 )
 def test_every_order_of_events_around_one_lease_violates_nothing(
     world: str, states: int, faults: str
 ) -> None:
     _, result = simulate("--faults", faults, "--world", world, module=EXHAUSTIVE)
     assert result["states"] > states
+
+
+@pytest.mark.simulation
+@pytest.mark.timeout(3_600)
+@pytest.mark.parametrize("of_decode", ["stall d", "pause d"])
+def test_whatever_follows_an_offer_that_is_on_its_way_violates_nothing(of_decode: str) -> None:
+    after = f"hold d> | request | {of_decode}"
+    _, result = simulate("--faults", "2", "--world", "push", "--after", after, module=EXHAUSTIVE)
+    assert result["complete"]
+    assert result["states"] > 500
 
 
 @pytest.mark.simulation
