@@ -6,6 +6,13 @@ import signal
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
+
+# A busy machine decides no test: neither how long an example takes, nor how long to make one.
+settings.register_profile(
+    "any-machine", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("any-machine")
 
 # What takes most of the time of the tests that need no engine: programs that are started, killed
 # and waited for, compilers, screens, bytes at random. They run in `make test`, and not in
