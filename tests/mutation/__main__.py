@@ -104,7 +104,9 @@ class _Trees:
         for number in range(count):
             tree = directory / str(number)
             for name in SOURCES:
-                shutil.copytree(ROOT / name, tree / name, ignore=shutil.ignore_patterns(".*"))
+                # Without what `make sdk` leaves there.
+                ignore = shutil.ignore_patterns(".*", "build", "dist", "gen", "node_modules")
+                shutil.copytree(ROOT / name, tree / name, ignore=ignore)
             for name in FILES:
                 shutil.copy(ROOT / name, tree / name)
             self._free.put(tree)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -74,6 +76,18 @@ def run_seeds(seeds: range) -> Tally:
     return tally
 
 
+def _end_with_parent() -> None:
+    """A killed campaign leaves no process behind."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def wait_for_it() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait_for_it, daemon=True).start()
+
+
 def campaign(
     *,
     first: int,
@@ -100,7 +114,7 @@ def campaign(
 
     # Not forked: a child must not begin with what its parent has imported and counted.
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(jobs, mp_context=context) as pool:
+    with ProcessPoolExecutor(jobs, mp_context=context, initializer=_end_with_parent) as pool:
         running: set[Future[Tally]] = set()
         for chunk in chunks():
             running.add(pool.submit(run_seeds, chunk))
