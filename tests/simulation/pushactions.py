@@ -16,7 +16,8 @@ __all__ = ["FAULTS", "actions", "do", "end"]
 
 JUMPS = 1
 """How often time passes in one path; at its end it does so anyway."""
-_CHANNELS = ("s>", "s<", "d>", "d<", "notices")
+_CHANNELS = ("s>", "s<", "d>", "d<", "d^", "notices")
+"""Up to and down from the control plane, from decode's mover to its scheduler, between movers."""
 _OVER = frozenset({"done", "aborted", "gone", "dead"})
 
 
@@ -251,7 +252,7 @@ def do(world: PushWorld, action: str) -> None:
             _call(world, lambda now: world.registry.revoke(now, lease_id, "OPERATOR"))
         case "renew":
             lease_id = sorted(world.registry.state.open_leases)[-1]
-            _call(world, lambda now: world.registry.renew(now, lease_id, 6 * SECOND))
+            _call(world, lambda now: world.registry.renew(now, lease_id, 3 * SECOND))
         case "end":
             _end_turn(world)
         case _:

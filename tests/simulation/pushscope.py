@@ -83,8 +83,9 @@ class PushWorld(SmallWorld):
 
     def _limits(self) -> Limits:
         return Limits(
-            lease_ttl_ns=5 * SECOND,
-            lease_ttl_max_ns=6 * SECOND,
+            # Shorter than a landing zone waits for a word, so that either may come first.
+            lease_ttl_ns=2 * SECOND,
+            lease_ttl_max_ns=3 * SECOND,
             guard_ns=SECOND,
             clock_drift_ppm=DRIFT_PPM,
             eager=False,

@@ -190,13 +190,20 @@ class Node:
             )
         ]
         self.results = Results()
+        # What the mover has to say to the scheduler's side.
+        self.reports: deque[m.FromMover] = deque()
         regions = [
             LocalRegion(f"layer{i}", 0, BLOCK_BYTES, self.blocks, "cpu", 0)
             for i in range(self.layers)
         ]
         self.transfers = [
             Transfers(
-                self.transports[0], regions, self.results, self.agent.post, Faults(), boottime_ns
+                self.transports[0],
+                regions,
+                self.results,
+                self.reports.append,
+                Faults(),
+                boottime_ns,
             )
         ]
         # Steps of the engine that the mover has not heard of: they come on a way of their own.
@@ -235,7 +242,7 @@ class Node:
         """Its threads do what they have to do."""
         transfers = self.transfers[0]
         moves = transfers._reads or transfers.pushes._pushes or transfers.zones._landings
-        idle = not (self.agent._inbox or self.orders[0] or self.steps or moves)
+        idle = not (self.agent._inbox or self.orders[0] or self.steps or self.reports or moves)
         if not self.alive or (idle and not self.transports[0].inbox and not self.pending):
             return
         with self.world.kernel.on(self.thread):
@@ -249,6 +256,8 @@ class Node:
                     while self.steps:
                         transfers.begin_step(self.steps.popleft())
                     transfers.poll()
+                while self.reports and f"{self.spec.worker_id}^" not in self.world.held:
+                    self.agent.post(self.reports.popleft())
                 if (self.orders[0] and not self.mover_paused) or (
                     self.agent._inbox and not self.stalled
                 ):
@@ -622,6 +631,7 @@ class SmallWorld:
             tuple(x.SerializeToString(deterministic=True) for x in node.down),
             tuple(x.SerializeToString(deterministic=True) for x in node.pending),
             tuple(repr(o) for o in node.orders[0]),
+            tuple(repr(o) for o in node.reports),
             tuple(_of_item(i) for i in agent._inbox),
             tuple(
                 (x.lease_id, x.version, left(machine, x.deadline_ns), x.closing)

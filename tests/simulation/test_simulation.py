@@ -72,7 +72,7 @@ def test_every_order_of_events_around_one_lease_violates_nothing(
 
 @pytest.mark.simulation
 @pytest.mark.timeout(3_600)
-@pytest.mark.parametrize("of_decode", ["stall d", "pause d"])
+@pytest.mark.parametrize("of_decode", ["stall d", "pause d", "hold d^"])
 def test_whatever_follows_an_offer_that_is_on_its_way_violates_nothing(of_decode: str) -> None:
     after = f"hold d> | request | {of_decode}"
     _, result = simulate("--faults", "2", "--world", "push", "--after", after, module=EXHAUSTIVE)
