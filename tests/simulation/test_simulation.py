@@ -67,7 +67,7 @@ def test_every_order_of_events_around_one_lease_violates_nothing(
     world: str, states: int, faults: str
 ) -> None:
     _, result = simulate("--faults", faults, "--world", world, module=EXHAUSTIVE)
-    assert result["states"] > states
+    assert result["complete"] or result["states"] > states
 
 
 @pytest.mark.simulation
