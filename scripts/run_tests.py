@@ -3,8 +3,8 @@
     python scripts/run_tests.py [arguments of pytest]
 
 What needs no engine waits most of its time for programs to start and stop, so it runs in as many
-processes as there are cores. Engines use every core themselves, and so do the simulated schedules:
-each of those has the machine to itself.
+processes as there are cores; so do the simulations, most of which use one core each. Engines use
+every core themselves: they have the machine to themselves.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from collections import Counter
 
 KINDS = {
     "the rest": ("not engines and not simulation", ("-n", "auto")),
-    "simulation": ("simulation", ()),
+    "simulation": ("simulation", ("-n", "auto", "--dist", "worksteal")),
     "engines": ("engines", ()),
 }
 NOTHING_CHOSEN = 5  # pytest's exit status when an argument, such as -k, leaves no test
