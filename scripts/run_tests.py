@@ -2,7 +2,7 @@
 
     python scripts/run_tests.py [arguments of pytest]
 
-What needs no engine waits most of its time for programs to start and stop, so it runs in as many
+What starts no engine waits most of its time for programs to start and stop, so it runs in as many
 processes as there are cores; so do the simulations, most of which use one core each. Engines use
 every core themselves: they have the machine to themselves.
 """
@@ -17,9 +17,9 @@ import time
 from collections import Counter
 
 KINDS = {
-    "the rest": ("not engines and not simulation", ("-n", "auto")),
-    "simulation": ("simulation", ("-n", "auto", "--dist", "worksteal")),
-    "engines": ("engines", ()),
+    "the rest": ("tests", "-m", "not simulation", "--ignore", "tests/e2e", "-n", "auto"),
+    "simulation": ("tests", "-m", "simulation", "-n", "auto", "--dist", "worksteal"),
+    "engines": ("tests/e2e",),
 }
 NOTHING_CHOSEN = 5  # pytest's exit status when an argument, such as -k, leaves no test
 CLOSING = re.compile(r"^=+ (.*\d.*) in [\d.]+s.*=+$")
@@ -30,9 +30,9 @@ def main(arguments: list[str]) -> int:
     began = time.monotonic()
     total: Counter[str] = Counter()
     states = {}
-    for kind, (marker, options) in KINDS.items():
+    for kind, chosen in KINDS.items():
         print(f"== {kind}", flush=True)
-        states[kind], counts = run(["-m", marker, *options, *arguments])
+        states[kind], counts = run([*chosen, *arguments])
         total += counts
     failed = [kind for kind, state in states.items() if state not in (0, NOTHING_CHOSEN)]
     nothing = all(state == NOTHING_CHOSEN for state in states.values())
@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> int:
 def run(arguments: list[str]) -> tuple[int, Counter[str]]:
     """One run of pytest, shown as it goes: its exit status, and what its closing line counts."""
     closing = ""
-    command = [sys.executable, "-m", "pytest", "tests", "--durations=10", *arguments]
+    command = [sys.executable, "-m", "pytest", "--durations=15", *arguments]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, bufsize=1) as process:
         assert process.stdout is not None
         try:
