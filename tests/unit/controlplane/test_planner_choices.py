@@ -86,6 +86,22 @@ def test_what_nobody_reported_is_assumed_and_said() -> None:
     assert plan.candidates[0].compute_us == pytest.approx(500 / 4_000 * 1e6)
 
 
+def test_who_has_reported_nothing_is_expected_to_be_as_fast_as_the_others() -> None:
+    """Decode reports no rate while prefill computes every prompt. On a fast engine the default
+    would make a short turn at decode alone look slower than one that goes by prefill."""
+    planner = Planner()
+    planner.rates.observe_prefill("p1", 8_000, 1_000 * MS)
+    planner.rates.observe_transfer("d1", "p1", 100 << 20, 10 * MS)
+    planner.rates.observe_transfer("p1", "d1", 100 << 20, 10 * MS)
+    choice, plan = decide(planner, FLEET, replicas=HELD, prompt_tokens=3_300)
+    assert where(choice) == ("", "d1")
+    assert plan.candidates[0].compute_us == pytest.approx(100 / 8_000 * 1e6)
+    assert plan.candidates[0].assumed == ("PREFILL_RATE",)
+    planner.rates.observe_prefill("d1", 8_000, 4_000 * MS)
+    _, plan = decide(planner, FLEET, replicas=HELD, prompt_tokens=3_300)
+    assert all(x.compute_us < 100 / 2_000 * 1.01e6 for x in plan.candidates)
+
+
 def test_the_wait_for_a_grant_is_learned() -> None:
     planner = Planner()
     _, before = decide(planner, FLEET, replicas=HELD)
@@ -325,6 +341,7 @@ def test_why_it_is_not() -> None:
     changed = Session(KEY, 0, 0, turn_count=1, turns=(ended(3_200, 40, 3_200),), last_prefill="p1")
     assert rejected(Planner(), session=changed) == "HISTORY_CHANGED"
     slow = Planner()
+    slow.rates.observe_prefill("p1", 2_000, 1_000 * MS)
     slow.rates.observe_prefill("d1", 100, 1_000 * MS)
     assert rejected(slow) == ""
     for planner, prompt in ((Planner(direct_tokens=0), 3_300), (Planner(), 5_000)):

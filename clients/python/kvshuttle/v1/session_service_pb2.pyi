@@ -313,7 +313,9 @@ class Candidate(_message.Message):
     """Why it was not chosen though predicted no slower, in one word; empty otherwise."""
     @_builtins.property
     def assumed(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Rates that nobody has reported yet, so that the default was used: PREFILL_RATE, LINK_RATE."""
+        """Rates that were not reported yet, so that the mean of the other workers', or a default, was used:
+        PREFILL_RATE, LINK_RATE (a default always).
+        """
 
     def __init__(
         self,

@@ -143,6 +143,10 @@ class Rates:
     backlogs: dict[str, Backlog] = field(default_factory=dict)
     # Legs that were given and not reported, by turn token.
     given: dict[str, str] = field(default_factory=dict)
+    typical: float = 0.0
+    """Prompt tokens a second of the workers that reported, in the mean; 0 while none did. What is
+    expected of the others: they run the same model, and decode reports none as long as prefill
+    computes every prompt."""
     leg_tokens: float = NEW_TOKENS
     """Tokens that a leg computes, in the mean."""
     missed: float = 0.0
@@ -159,6 +163,8 @@ class Rates:
         rate.observe(tokens, elapsed_ns)
         if tokens > 0 and elapsed_ns > 0:
             self.leg_tokens += SMOOTHING * (tokens - self.leg_tokens)
+            self.typical = self.typical or rate.value
+            self.typical += SMOOTHING * (rate.value - self.typical)
 
     def observe_transfer(self, source: str, destination: str, size: int, elapsed_ns: int) -> None:
         """So many bytes were moved."""
@@ -232,7 +238,8 @@ class Rates:
 
     def computes_ns(self, worker_id: str, tokens: float) -> int:
         """How long a worker takes to compute so many prompt tokens."""
-        ns = tokens * SECOND / (self.prefill_rate(worker_id) or PREFILL_TOKENS_PER_S)
+        rate = self.prefill_rate(worker_id) or self.typical or PREFILL_TOKENS_PER_S
+        ns = tokens * SECOND / rate
         return int(min(ns, FAR_NS))
 
     def moves_ns(self, source: Worker, destination: str, num_blocks: float) -> int:
