@@ -67,7 +67,9 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 # ----------------------------------------------------------------------------------- tests
 
 .PHONY: test test-fast lint dashboards reference proto sim sim-exhaustive soak mutants bench-controlplane bench-gateway bench-idle bench-planner bench-retention bench-ttft clean
-test: model frameworks lint ## lint and all tests, those on real engines too
+test: ## lint and all tests, those on real engines too
+	@$(MAKE) --no-print-directory -j2 model frameworks
+	@$(MAKE) --no-print-directory lint
 	@$(BIN)/python scripts/run_tests.py $(ARGS)
 
 test-fast: lint ## lint and the tests that need no engine and little time
