@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import replace
 
+from kvshuttle.controlplane.model.packed import TABLE_COLUMNS
 from kvshuttle.controlplane.model.packing import Press, lease_from_bytes, lease_to_bytes
 from kvshuttle.controlplane.model.terms import LeaseState
 
@@ -31,17 +32,7 @@ __all__ = ["LeaseTable"]
 
 NEVER = int(np.iinfo(np.int64).max)
 FIRST = 1_024
-COLUMNS = (
-    "state",
-    "stopping",
-    "source",
-    "destination",
-    "tenant",
-    "create_ns",
-    "deadline_ns",
-    "seq",
-    "told_ns",
-)
+COLUMNS = (*TABLE_COLUMNS, "told_ns")
 
 
 class _Numbers:
@@ -224,13 +215,12 @@ class LeaseTable(MutableMapping[str, "Lease"]):
         size, count = FIRST, len(self._ids)
         while size < count:
             size *= 2
-        for name in COLUMNS:
+        for name in TABLE_COLUMNS:
             column = np.zeros(size, getattr(self, name).dtype)
-            if name != "told_ns":
-                column[:count] = packed.column(name)[is_open]
+            column[:count] = packed.column(name)[is_open]
             setattr(self, name, column)
         self.deadline_ns[self.state <= LeaseState.PENDING] = NEVER
-        self.told_ns[:] = self.deadline_ns
+        self.told_ns = self.deadline_ns.copy()
         self._soonest_ns = self._soonest_told_ns = int(self.deadline_ns.min())
         epochs, seqs = packed.column("epoch")[is_open], packed.column("seq")[is_open]
         slots = np.arange(count)

@@ -9,7 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import numpy as np
 
@@ -29,9 +29,11 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.model.session import Session
     from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef
 
-__all__ = ["PackedLeases", "PackedSessions"]
+__all__ = ["TABLE_COLUMNS", "PackedLeases", "PackedSessions"]
 
-_COLUMNS = (
+_T = TypeVar("_T")
+
+TABLE_COLUMNS = (
     "state",
     "stopping",
     "source",
@@ -40,19 +42,43 @@ _COLUMNS = (
     "create_ns",
     "deadline_ns",
     "seq",
-    "epoch",
-    "held",
-    "plain",
 )
+"""What the table of leases keeps by column too."""
+_COLUMNS = (*TABLE_COLUMNS, "epoch", "held", "plain")
 """`held`: blocks of its source. `plain`: granted, to be read by its turn, and nobody has asked it
 to stop: as all but a few are."""
 
 
-class PackedSessions(Sequence["Session"]):
-    """Sessions, and what must be known of them without unpacking them. `bodies` are as the table
-    keeps them: a first byte, 0, says that they are not pressed. Of sessions with turns that run
-    their places, once a turn, with the turns' tokens and begins, and how often each leg, as it is
-    packed, is there."""
+class _Packed(Sequence[_T]):
+    """A sequence whose items are made of `bodies` as they are looked at. `bodies` are as the tables
+    keep them: a first byte, 0, says that they are not pressed."""
+
+    bodies: list[bytes]
+
+    def __init__(self, items: Iterable[_T] = ()) -> None:
+        raise NotImplementedError
+
+    @classmethod
+    def of(cls, items: Iterable[_T]) -> Self:
+        """These as columns, if they are not."""
+        return items if isinstance(items, cls) else cls(items)
+
+    def __len__(self) -> int:
+        return len(self.bodies)
+
+    def __iter__(self) -> Iterator[_T]:
+        return (self[at] for at in range(len(self)))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and list(self) == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class PackedSessions(_Packed["Session"]):
+    """Sessions, and what must be known of them without unpacking them. Of those with turns that
+    run their places, once a turn, with the turns' tokens and begins, and how often each leg, as it
+    is packed, is there."""
 
     def __init__(self, sessions: Iterable[Session] = ()) -> None:
         self.keys: list[SessionKey] = []
@@ -96,34 +122,17 @@ class PackedSessions(Sequence["Session"]):
         self.legs.update(legs)
         self.bodies += [b"\0" + row for row in rows]
 
-    @classmethod
-    def of(cls, sessions: Iterable[Session]) -> PackedSessions:
-        """Sessions as columns, if they are not."""
-        return sessions if isinstance(sessions, cls) else cls(sessions)
-
     def latest_ns(self) -> int:
         """When one was changed last; 0: there are none."""
         return max(self.update_ns, default=0)
 
-    def __len__(self) -> int:
-        return len(self.keys)
-
     def __getitem__(self, at: Any) -> Any:
         return session_from_bytes(self.keys[at], self.bodies[at][1:])
 
-    def __iter__(self) -> Iterator[Session]:
-        return (self[at] for at in range(len(self)))
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-
-class PackedLeases(Sequence["Lease"]):
+class PackedLeases(_Packed["Lease"]):
     """Leases, with what a start must know of each: a million objects at once would be as much
-    memory as all the rest. `bodies` as those of sessions. Boots and tenants stand in columns as
-    their places in `named`."""
+    memory as all the rest. Boots and tenants stand in columns as their places in `named`."""
 
     def __init__(self, leases: Iterable[Lease] = ()) -> None:
         self.ids: list[str] = []
@@ -136,11 +145,6 @@ class PackedLeases(Sequence["Lease"]):
         self._latest_ns = 0
         known = list(leases)
         self.extend([one.lease_id for one in known], [lease_to_bytes(one) for one in known])
-
-    @classmethod
-    def of(cls, leases: Iterable[Lease]) -> PackedLeases:
-        """Leases as columns, if they are not."""
-        return leases if isinstance(leases, cls) else cls(leases)
 
     def _number(self, name: WorkerRef | str) -> int:
         number = self.names[name] = len(self.named)
@@ -195,16 +199,5 @@ class PackedLeases(Sequence["Lease"]):
         self.bodies = [self.bodies[i] for i in at]
         self.tokens = [self.tokens[i] for i in at]
 
-    def __len__(self) -> int:
-        return len(self.ids)
-
     def __getitem__(self, at: Any) -> Any:
         return lease_from_bytes(self.ids[at], self.bodies[at][1:])
-
-    def __iter__(self) -> Iterator[Lease]:
-        return (self[at] for at in range(len(self)))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
