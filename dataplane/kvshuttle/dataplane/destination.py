@@ -418,14 +418,7 @@ class DestinationSide:
 
     def _order_read(self, load: Load, remote: Sequence[int]) -> None:
         grant = load.grant
-        journal.note(
-            "landing_held",
-            blocks=load.hold.block_ids,
-            lease=grant.lease_id,
-            read=load.request_id,
-            source=grant.source[0],
-            source_incarnation=grant.source[1],
-        )
+        journal.landing_held(grant.lease_id, load.request_id, grant.source, load.hold.block_ids)
         self._out.order(
             m.Read(
                 request_id=load.request_id,
@@ -491,7 +484,7 @@ class DestinationSide:
         load.transfer_ns = max(load.transfer_ns, message.transfer_ns)
         if load.ranks_left:
             return
-        journal.note("landing_let_go", lease=message.lease_id, read=message.request_id)
+        journal.landing_let_go(message.lease_id, message.request_id)
         self._holds.release(load.hold)
         self._drop(load.grant)
         stopped = agent_pb2.LeaseStopped(

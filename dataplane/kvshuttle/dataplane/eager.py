@@ -157,7 +157,7 @@ class EagerSide:
         if piece.ranks_left:
             return True
         del self._by_piece[piece.name]
-        journal.note("landing_let_go", lease=job.grant.lease_id, read=piece.name)
+        journal.landing_let_go(job.grant.lease_id, piece.name)
         job.piece = None
         if piece.published:
             self._land(job, piece)
@@ -244,14 +244,7 @@ class EagerSide:
             name, self.holds.adopt(HoldKind.LANDING, landing), indexes, self.out.num_ranks
         )
         self._by_piece[name] = job
-        journal.note(
-            "landing_held",
-            blocks=landing,
-            lease=job.grant.lease_id,
-            read=name,
-            source=job.grant.source[0],
-            source_incarnation=job.grant.source[1],
-        )
+        journal.landing_held(job.grant.lease_id, name, job.grant.source, landing)
         self.out.order(
             m.Read(
                 request_id=name,

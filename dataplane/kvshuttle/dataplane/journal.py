@@ -15,7 +15,7 @@ from typing import Any
 from kvshuttle.dataplane.clock import boottime_ns
 from kvshuttle.dataplane.log import get_logger
 
-__all__ = ["enabled", "note", "ranges"]
+__all__ = ["enabled", "landing_held", "landing_let_go", "note", "ranges"]
 
 _log = get_logger("journal")
 
@@ -29,6 +29,24 @@ def note(event: str, *, blocks: Iterable[int] = (), **ids: Any) -> None:
     """One step. `blocks` are those of this engine."""
     if enabled():
         _log.debug(event, at=boottime_ns(), blocks=ranges(blocks), **ids)
+
+
+def landing_held(lease_id: str, read: str, source: tuple[str, int], blocks: Iterable[int]) -> None:
+    """Blocks wait for what is read, or written, under a lease. `read` is a name for it, a request's
+    for most; `source` is (worker, incarnation)."""
+    note(
+        "landing_held",
+        blocks=blocks,
+        lease=lease_id,
+        read=read,
+        source=source[0],
+        source_incarnation=source[1],
+    )
+
+
+def landing_let_go(lease_id: str, read: str, reason: str = "") -> None:
+    """Nothing lands there any more."""
+    note("landing_let_go", lease=lease_id, read=read, reason=reason)
 
 
 def ranges(blocks: Iterable[int]) -> str:

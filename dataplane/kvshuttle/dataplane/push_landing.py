@@ -143,14 +143,7 @@ class LandingSide:
         )
         self._by_lease[hope.lease_id] = landing
         self._by_request[request_id] = landing
-        journal.note(
-            "landing_held",
-            blocks=block_ids,
-            lease=hope.lease_id,
-            read=request_id,
-            source=hope.peer[0],
-            source_incarnation=hope.peer[1],
-        )
+        journal.landing_held(hope.lease_id, request_id, hope.peer, block_ids)
         self._out.order(
             m.Await(
                 request_id=request_id,
@@ -244,7 +237,7 @@ class LandingSide:
             if landing.reads and landing.published and landing.leg.token == token:
                 self._forget(landing)
                 # It is held under the lease to read from now on.
-                self._note_let_go(landing, "")
+                journal.landing_let_go(landing.grant.lease_id, landing.request_id)
                 return landing
         return None
 
@@ -283,9 +276,7 @@ class LandingSide:
             self._fall_back(landing, message.reason)
         if not landing.done:
             return
-        self._note_let_go(landing, message.reason)
-        self._holds.release(landing.hold)
-        self._by_lease.pop(landing.grant.lease_id, None)
+        self._let_go(landing, message.reason)
         if landing.published:
             self._counters.transfer(
                 is_return=False,
@@ -357,21 +348,16 @@ class LandingSide:
         landing.ranks_left = 0
         landing.published = False
         self._out.order(m.Refuse(landing.request_id))
-        self._note_let_go(landing, reason)
-        self._holds.release(landing.hold)
-        self._by_lease.pop(landing.grant.lease_id, None)
+        self._let_go(landing, reason)
         self._counters.fallback(reason)
         if landing.orphaned:
             self._forget(landing)
 
-    @staticmethod
-    def _note_let_go(landing: Landing, reason: str) -> None:
-        journal.note(
-            "landing_let_go",
-            lease=landing.grant.lease_id,
-            read=landing.request_id,
-            reason=reason,
-        )
+    def _let_go(self, landing: Landing, reason: str) -> None:
+        """Nobody writes there now or later."""
+        journal.landing_let_go(landing.grant.lease_id, landing.request_id, reason)
+        self._holds.release(landing.hold)
+        self._by_lease.pop(landing.grant.lease_id, None)
 
     def _fall_back(self, landing: Landing, reason: str) -> None:
         """The request computes; once is said why."""

@@ -292,10 +292,7 @@ class PushSide:
         push.writing[message.number] -= 1
         if not push.writing[message.number]:
             del push.writing[message.number]
-            hold = push.holds.pop(message.number, None)
-            if hold is not None:
-                journal.note("chunk_let_go", lease=message.lease_id, chunk=message.number)
-                self._holds.release(hold)
+            self._release(push, message.number)
 
     def mover_stops(self, message: m.PushStopping) -> None:
         """One rank posts nothing more, so the others need not either; and no extension is given."""
@@ -405,11 +402,16 @@ class PushSide:
             self._out.order(m.PushStop(push.grant.lease_id, reason))
 
     def _let_go(self, push: _Push) -> None:
-        while push.holds:
-            number, hold = push.holds.popitem()
+        for number in reversed(list(push.holds)):
+            self._release(push, number)
+        push.writing.clear()
+
+    def _release(self, push: _Push, number: int) -> None:
+        """A chunk's blocks, if they are held still."""
+        hold = push.holds.pop(number, None)
+        if hold is not None:
             journal.note("chunk_let_go", lease=push.grant.lease_id, chunk=number)
             self._holds.release(hold)
-        push.writing.clear()
 
     def _count_to(self, push: _Push, deadline_ns: int) -> None:
         if deadline_ns > push.grant.deadline_ns:

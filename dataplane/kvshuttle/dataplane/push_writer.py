@@ -28,7 +28,13 @@ from kvshuttle.dataplane.limits import (
 )
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.push_steps import PushStep
-from kvshuttle.dataplane.transport import BlockList, LocalRegion, ReadHandle, TransportError
+from kvshuttle.dataplane.transport import (
+    BlockList,
+    LocalRegion,
+    ReadHandle,
+    TransportError,
+    counted_bytes,
+)
 
 if TYPE_CHECKING:
     from kvshuttle.dataplane.transfers import Transport
@@ -248,7 +254,7 @@ class PushWriter:
                     push.stopping = push.stopping or "TRANSFER_STALLED"
                 continue
             if status == "DONE":
-                push.bytes_moved += self._moved(handle, push.order.lease_id)
+                push.bytes_moved += counted_bytes(self._transport, handle, push.order.lease_id)
                 push.transfer_ns += max(0, now - posted_ns)
             else:
                 push.stopping = push.stopping or "TRANSFER_FAILED"
@@ -256,13 +262,6 @@ class PushWriter:
             chunk.flying.remove(entry)
             moved = True
         return moved
-
-    def _moved(self, handle: ReadHandle, lease_id: str) -> int:
-        try:
-            return self._transport.bytes_moved(handle)
-        except TransportError as error:
-            _log.warning("bytes_uncounted", lease=lease_id, error=str(error))
-            return 0
 
     def _drop_chunk(self, push: _Push, chunk: _Chunk) -> None:
         push.chunks.remove(chunk)

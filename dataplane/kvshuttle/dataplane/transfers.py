@@ -32,7 +32,13 @@ from kvshuttle.dataplane.limits import (
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.push_steps import PushStep
 from kvshuttle.dataplane.push_writer import GONE, PUSHED, STOPPING, PushWriter
-from kvshuttle.dataplane.transport import BlockList, LocalRegion, ReadHandle, TransportError
+from kvshuttle.dataplane.transport import (
+    BlockList,
+    LocalRegion,
+    ReadHandle,
+    TransportError,
+    counted_bytes,
+)
 
 __all__ = ["Results", "Transfers", "Transport"]
 
@@ -459,17 +465,12 @@ class Transfers:
             status = self._transport.state(part.handle)
             if status == "DONE":
                 part.done = True
-                state.bytes_moved += self._moved(part.handle, state.order.lease_id)
+                state.bytes_moved += counted_bytes(
+                    self._transport, part.handle, state.order.lease_id
+                )
             elif status == "ERR" or together == "DONE":
                 together = status
         return together
-
-    def _moved(self, handle: ReadHandle, lease_id: str) -> int:
-        try:
-            return self._transport.bytes_moved(handle)
-        except TransportError as error:
-            _log.warning("bytes_uncounted", lease=lease_id, error=str(error))
-            return 0
 
     def _answered(self, lease_id: str, peer: str, held: bool) -> None:
         for state in self._reads.values():
