@@ -65,13 +65,9 @@ class EngineClient:
         headers: Mapping[bytes, bytes] | None = None,
     ) -> httpx.Response:
         """A whole answer."""
-        response = await self.open(method, url, patience, body=body, headers=headers)
-        try:
+        async with self.streamed(method, url, patience, body=body, headers=headers) as response:
             await response.aread()
-        except BaseException:
-            await response.aclose()
-            raise
-        return response
+            return response
 
     @contextlib.asynccontextmanager
     async def streamed(
@@ -80,10 +76,11 @@ class EngineClient:
         url: str,
         patience: httpx.Timeout,
         *,
+        body: bytes | None = None,
         headers: Mapping[bytes, bytes] | None = None,
     ) -> AsyncIterator[httpx.Response]:
         """An answer that may go on for long."""
-        response = await self.open(method, url, patience, headers=headers)
+        response = await self.open(method, url, patience, body=body, headers=headers)
         try:
             yield response
         finally:

@@ -160,10 +160,7 @@ class TurnRun:
                 if ready := events.feed(chunk):
                     if not named:
                         named = self._note_response(ready, stream.url)
-                    if self._listener is not None:
-                        self._listener.events(ready)
-                        if events.ended and not events.saw_error:
-                            self._note_answer()
+                    self._hear(events, ready)
                     if events.ended and self.request.wants_comment and not commented:
                         self._placing.cost.decode = events.usage
                         ready, commented = (
@@ -179,9 +176,8 @@ class TurnRun:
         if broken is None:
             rest = events.finish()
             if events.ended:
-                if rest and self._listener is not None and not events.saw_error:
-                    self._listener.events(rest)
-                    self._note_answer()
+                if rest:
+                    self._hear(events, rest)
                 await self._answer.body(rest, more=False)
                 if events.saw_error:
                     return session.TURN_OUTCOME_FAILED
@@ -199,6 +195,12 @@ class TurnRun:
             dialect.error_event(errors.engine_broke_off(), events.last), more=False
         )
         return session.TURN_OUTCOME_FAILED
+
+    def _hear(self, events: EventPassthrough, ready: bytes) -> None:
+        if self._listener is not None:
+            self._listener.events(ready)
+            if events.ended and not events.saw_error:
+                self._note_answer()
 
     def _note_answer(self) -> None:
         """Before its end goes out: the next turn may come with it."""

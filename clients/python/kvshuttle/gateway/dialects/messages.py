@@ -102,8 +102,8 @@ class Messages(Dialect):
             fields = json.loads(body)
         except (ValueError, RecursionError):
             return body
-        said = fields.get("error") if isinstance(fields, dict) else None
-        message = said.get("message") if isinstance(said, dict) else None
+        error = fields.get("error") if isinstance(fields, dict) else None
+        message = error.get("message") if isinstance(error, dict) else None
         return _error(status, message) if isinstance(message, str) else body
 
     def error_event(self, error: ApiError, _sent: bytes) -> bytes:
