@@ -23,7 +23,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kvshuttle.controlplane.model.errors import DomainError
 from kvshuttle.controlplane.model.terms import LeaseState, TurnOutcome, WorkerRef
 from kvshuttle.dataplane.scheduler import FinishedRequest, Tick
 from tests.simulation import pushactions
@@ -212,32 +211,24 @@ def do(world: SmallWorld, action: str) -> None:
             dead = nodes[which]
             world.fabric.attested_dead(dead.transports[0])
             ref = WorkerRef(which, dead.incarnation)
-            _call(world, lambda now: world.registry.fence(now, ref, "seen dead"))
+            world.attempt(lambda now: world.registry.fence(now, ref, "seen dead"))
         case "crash":
             _crash(world, which)
         case "revoke":
-            _call(world, lambda now: world.registry.revoke(now, world.lease_id, "OPERATOR"))
+            world.attempt(lambda now: world.registry.revoke(now, world.lease_id, "OPERATOR"))
         case "renew":
-            _call(world, lambda now: world.registry.renew(now, world.lease_id, 3 * SECOND))
+            world.attempt(lambda now: world.registry.renew(now, world.lease_id, 3 * SECOND))
         case "end" if which == "session":
-            _call(world, lambda now: world.registry.end_session(now, KEY))
+            world.attempt(lambda now: world.registry.end_session(now, KEY))
         case "end":
             turn = world.registry.state.sessions[KEY].find_token(world.token)
             assert turn is not None
-            _call(
-                world,
+            world.attempt(
                 lambda now: world.registry.end_turn(now, KEY, turn.number, TurnOutcome.CANCELLED),
             )
         case _:
             raise ValueError(action)
     _settle(world)
-
-
-def _call(world: SmallWorld, event: Callable[[int], object]) -> None:
-    try:
-        world.post(event)
-    except DomainError:
-        return
 
 
 def _tick(world: SmallWorld) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvshuttle.controlplane.model.errors import DomainError
 from kvshuttle.controlplane.model.terms import LeaseState, TurnOutcome, WorkerRef
 from kvshuttle.dataplane.limits import DEADLINE_MARGIN_NS
 from kvshuttle.dataplane.scheduler import Tick
@@ -193,7 +192,7 @@ def do(world: PushWorld, action: str) -> None:
             nodes[which].say_hello()
         case "lost":
             ref, generation, _ = _stream(world, which)
-            _call(world, lambda now: world.registry.stream_lost(now, ref, generation, "lost"))
+            world.attempt(lambda now: world.registry.stream_lost(now, ref, generation, "lost"))
         case "tick":
             world.post(world.registry.tick)
         case "read":
@@ -249,10 +248,10 @@ def do(world: PushWorld, action: str) -> None:
             world.start_control()
         case "revoke":
             lease_id = sorted(world.registry.state.open_leases)[-1]
-            _call(world, lambda now: world.registry.revoke(now, lease_id, "OPERATOR"))
+            world.attempt(lambda now: world.registry.revoke(now, lease_id, "OPERATOR"))
         case "renew":
             lease_id = sorted(world.registry.state.open_leases)[-1]
-            _call(world, lambda now: world.registry.renew(now, lease_id, 3 * SECOND))
+            world.attempt(lambda now: world.registry.renew(now, lease_id, 3 * SECOND))
         case "end":
             _end_turn(world)
         case _:
@@ -263,13 +262,6 @@ def do(world: PushWorld, action: str) -> None:
 def _stream(world: PushWorld, worker_id: str) -> tuple[WorkerRef, int, str]:
     worker = world.registry.state.workers[worker_id]
     return worker.ref, worker.stream_generation, worker.boot_id
-
-
-def _call(world: PushWorld, event: Callable[[int], object]) -> None:
-    try:
-        world.post(event)
-    except DomainError:
-        return
 
 
 def _tick(world: PushWorld) -> None:
@@ -303,7 +295,7 @@ def _fence(world: PushWorld, node: Node) -> None:
     world.fabric.attested_dead(node.transports[0])
     for number in {*node.agent.incarnations, node.incarnation} - {0}:
         ref = WorkerRef(node.spec.worker_id, number)
-        _call(world, lambda now, ref=ref: world.registry.fence(now, ref, "seen dead"))  # type: ignore[misc]
+        world.attempt(lambda now, ref=ref: world.registry.fence(now, ref, "seen dead"))  # type: ignore[misc]
 
 
 def _end_turn(world: PushWorld) -> None:
@@ -311,7 +303,7 @@ def _end_turn(world: PushWorld) -> None:
     turn = session.find_token(world.token) if session is not None else None
     if turn is not None and turn.running:
         number = turn.number
-        _call(world, lambda now: world.registry.end_turn(now, KEY, number, TurnOutcome.CANCELLED))
+        world.attempt(lambda now: world.registry.end_turn(now, KEY, number, TurnOutcome.CANCELLED))
 
 
 def _settle(world: PushWorld) -> None:
@@ -349,7 +341,7 @@ def end(world: PushWorld) -> None:
     if world.answer.state in ("loaded", "failed", "computes"):
         world.finish_answer()
     _end_turn(world)
-    _call(world, lambda now: world.registry.end_session(now, KEY))
+    world.attempt(lambda now: world.registry.end_session(now, KEY))
     _settle(world)
     dead = [x for x in world.nodes.values() if not x.alive or not x.connected]
     if not dead and (left := _left_over(world)):
@@ -371,8 +363,7 @@ def _reconnect(world: PushWorld) -> None:
     for worker_id in ("s", "d"):
         if _lost(world, worker_id):
             ref, generation, _ = _stream(world, worker_id)
-            _call(
-                world,
+            world.attempt(
                 lambda now, ref=ref, generation=generation: world.registry.stream_lost(  # type: ignore[misc]
                     now, ref, generation, "lost"
                 ),

@@ -11,6 +11,7 @@ pressure can do.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from collections import deque
 from collections.abc import Callable, Collection
@@ -490,6 +491,11 @@ class SmallWorld:
         with self.kernel.on(self.cp_thread):
             decision = event(self.clock.now_ns())
         return self._effects(decision)
+
+    def attempt(self, event: Callable[[int], Any]) -> None:
+        """As `post`, where a refusal is as good as an answer."""
+        with contextlib.suppress(DomainError):
+            self.post(event)
 
     def _effects(self, decision: Any) -> Any:
         effects = decision.effects

@@ -1,14 +1,20 @@
-"""A pool, an outbox and a clock for the scheduler side: what stands in for vLLM, gRPC and time."""
+"""What stands in for vLLM, gRPC and time, and what is built of it."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS
+from kvshuttle.dataplane.faults import Faults
+from kvshuttle.dataplane.transfers import Results, Transfers
+from kvshuttle.dataplane.transport import LocalRegion
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
+from kvshuttle.v1 import types_pb2
+
+_Wire = TypeVar("_Wire")
 
 
 class FakePool:
@@ -97,3 +103,42 @@ class FakeClock:
 
     def advance(self, seconds: float) -> None:
         self.now += int(seconds * NS)
+
+
+class FakeMover(Generic[_Wire]):
+    """Transfers with everything around them played by hand; `wire` is their transport."""
+
+    def __init__(self, wire: _Wire, regions: Sequence[LocalRegion] = ()) -> None:
+        self.wire, self.clock, self.results = wire, FakeClock(), Results()
+        self.told: list[m.FromMover] = []
+        self.transfers = Transfers(
+            self.wire,  # type: ignore[arg-type]
+            list(regions),
+            self.results,
+            self.told.append,
+            Faults(),
+            self.clock,
+        )
+
+
+def grant_of(
+    hashes: Sequence[bytes], as_of: int, *, lease: str = "l1", ttl: float = 30, **more: Any
+) -> agent_pb2.Grant:
+    """The right to read these blocks of another worker's, for `ttl` seconds."""
+    fields: dict[str, Any] = {
+        "lease_id": lease,
+        "version": 2,
+        "turn_token": "t",
+        "direction": types_pb2.DIRECTION_RETURN,
+        "source": types_pb2.WorkerRef(worker_id="other", incarnation=1),
+        "blocks": types_pb2.BlockDescriptors(
+            range=types_pb2.BlockRange(start=0, end=len(hashes)),
+            block_ids=range(500, 500 + len(hashes)),
+            hashes=b"".join(hashes),
+            hash_size=32,
+        ),
+        "as_of": as_of,
+    }
+    grant = agent_pb2.Grant(**(fields | more))
+    grant.ttl.FromNanoseconds(int(ttl * NS))
+    return grant

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from kvshuttle.dataplane import messages as m
-from kvshuttle.dataplane.clock import NS
 from kvshuttle.dataplane.limits import EAGER_FREE_SHARE, EAGER_PIECE_BLOCKS
 from kvshuttle.dataplane.scheduler import Tick
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import session_service_pb2 as session_pb2
 from kvshuttle.v1 import types_pb2
+from tests.unit.dataplane.fakes import grant_of
 from tests.unit.dataplane.test_scheduler_side import BLOCK, DECODE, PREFILL, Bench, chain
 
 PUBLISHED = agent_pb2.TRANSFER_OUTCOME_PUBLISHED
@@ -22,26 +22,13 @@ REVOKED = agent_pb2.TRANSFER_OUTCOME_REVOKED
 def eager_grant(
     bench: Bench, hashes: tuple[bytes, ...], lease: str = "e1", ttl: float = 30, **more: object
 ) -> agent_pb2.Grant:
-    grant = agent_pb2.Grant(
-        lease_id=lease,
-        version=2,
-        direction=types_pb2.DIRECTION_RETURN,
-        source=types_pb2.WorkerRef(worker_id="other", incarnation=1),
-        blocks=types_pb2.BlockDescriptors(
-            range=types_pb2.BlockRange(start=0, end=len(hashes)),
-            block_ids=range(500, 500 + len(hashes)),
-            hashes=b"".join(hashes),
-            hash_size=32,
-        ),
-        as_of=bench.clock(),
-        eager=True,
-        tenant="acme",
-        session_id="s",
-    )
-    grant.ttl.FromNanoseconds(int(ttl * NS))
-    for name, value in more.items():
-        setattr(grant, name, value)
-    return grant
+    eager: dict[str, object] = {
+        "turn_token": "",
+        "eager": True,
+        "tenant": "acme",
+        "session_id": "s",
+    }
+    return grant_of(hashes, bench.clock(), lease=lease, ttl=ttl, **(eager | more))
 
 
 def eager(

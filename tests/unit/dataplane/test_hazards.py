@@ -9,6 +9,7 @@ from kvshuttle.dataplane.conversation import Conversation
 from kvshuttle.dataplane.scheduler import CommandBatch, FinishedRequest, StreamDown
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
+from tests.unit.dataplane.fakes import grant_of
 from tests.unit.dataplane.test_eager import eager_grant, reads, soft_replica
 from tests.unit.dataplane.test_scheduler_side import BLOCK, DECODE, PREFILL, Bench, chain
 
@@ -21,22 +22,8 @@ def bench() -> Bench:
 def forward_load(bench: Bench, blocks: int = 4) -> None:
     """A decode leg of five blocks has one of its own and waits for the next ones."""
     bench.expect(DECODE, "l1")
-    grant = agent_pb2.Grant(
-        lease_id="l1",
-        version=2,
-        turn_token="t",
-        direction=types_pb2.DIRECTION_FORWARD,
-        source=types_pb2.WorkerRef(worker_id="other", incarnation=1),
-        blocks=types_pb2.BlockDescriptors(
-            range=types_pb2.BlockRange(start=0, end=blocks),
-            block_ids=range(500, 500 + blocks),
-            hashes=b"".join(chain(blocks)),
-            hash_size=32,
-        ),
-        as_of=bench.clock(),
-    )
-    grant.ttl.FromSeconds(30)
-    bench.obey(grant=grant)
+    forward = types_pb2.DIRECTION_FORWARD
+    bench.obey(grant=grant_of(chain(blocks), bench.clock(), direction=forward))
     key = ("t", DECODE)
     assert bench.agent.look("r", key, chain(5), 165, BLOCK) == (blocks - 1) * BLOCK
     bench.agent.allocated("r", key, range(20, 26), (blocks - 1) * BLOCK)
@@ -83,20 +70,7 @@ def test_a_grant_that_queues_while_its_stream_is_replaced_is_not_obeyed(bench: B
     hello = agent_pb2.AgentHello(boot_id="b")
     conversation = Conversation(hello, bench.clock())
     bench.expect(PREFILL, "l1")
-    grant = agent_pb2.Grant(
-        lease_id="l1",
-        turn_token="t",
-        direction=types_pb2.DIRECTION_RETURN,
-        source=types_pb2.WorkerRef(worker_id="other", incarnation=1),
-        blocks=types_pb2.BlockDescriptors(
-            range=types_pb2.BlockRange(end=4),
-            block_ids=range(4),
-            hashes=b"".join(chain(4)),
-            hash_size=32,
-        ),
-        as_of=bench.clock(),
-    )
-    grant.ttl.FromSeconds(30)
+    grant = grant_of(chain(4), bench.clock())
     batch = conversation.hear(
         agent_pb2.ConnectResponse(
             epoch=5,

@@ -12,6 +12,7 @@ from kvshuttle.dataplane.matching import Tail, TailHash, partial_tokens
 from kvshuttle.dataplane.scheduler import FinishedRequest
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
+from tests.unit.dataplane.fakes import grant_of
 from tests.unit.dataplane.test_scheduler_side import BLOCK, DECODE, PREFILL, Bench, chain, retain
 
 TAIL_BLOCK = 900
@@ -44,26 +45,11 @@ def bench() -> Bench:
 def granted(bench: Bench, tail: Tail | None, blocks: int = 4) -> None:
     """A return of `blocks` full blocks and of what follows them."""
     bench.expect(PREFILL, "l1")
-    hashes = chain(blocks)
-    grant = agent_pb2.Grant(
-        lease_id="l1",
-        version=2,
-        turn_token="t",
-        direction=types_pb2.DIRECTION_RETURN,
-        source=types_pb2.WorkerRef(worker_id="other", incarnation=1),
-        blocks=types_pb2.BlockDescriptors(
-            range=types_pb2.BlockRange(start=0, end=blocks),
-            block_ids=range(500, 500 + blocks),
-            hashes=b"".join(hashes),
-            hash_size=32,
-        ),
-        as_of=bench.clock(),
-    )
+    grant = grant_of(chain(blocks), bench.clock())
     if tail is not None:
         grant.blocks.tail.block_id = tail.block_id
         grant.blocks.tail.num_tokens = tail.tokens
         grant.blocks.tail.hash = tail.hash
-    grant.ttl.FromSeconds(30)
     bench.obey(grant=grant)
 
 

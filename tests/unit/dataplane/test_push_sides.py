@@ -14,7 +14,7 @@ from kvshuttle.dataplane.push_source import Scheduled
 from kvshuttle.dataplane.scheduler import FinishedRequest, StreamDown, Tick
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
-from tests.unit.dataplane.fakes import FakeOutbox
+from tests.unit.dataplane.fakes import FakeOutbox, grant_of
 from tests.unit.dataplane.test_scheduler_side import BLOCK, DECODE, PREFILL, Bench, chain
 
 OTHER = types_pb2.WorkerRef(worker_id="other", incarnation=1)
@@ -330,22 +330,15 @@ def test_a_push_that_will_not_come_is_not_waited_for() -> None:
 
 
 def forward(bench: Decode, hashes: Sequence[bytes]) -> None:
-    grant = agent_pb2.Grant(
-        lease_id="l2",
-        version=2,
-        turn_token="t",
-        direction=types_pb2.DIRECTION_FORWARD,
-        source=OTHER,
-        blocks=types_pb2.BlockDescriptors(
-            range=types_pb2.BlockRange(start=0, end=len(hashes)),
-            block_ids=range(500, 500 + len(hashes)),
-            hashes=b"".join(hashes),
-            hash_size=32,
-        ),
-        as_of=bench.clock(),
+    bench.obey(
+        grant=grant_of(
+            hashes,
+            bench.clock(),
+            lease="l2",
+            direction=types_pb2.DIRECTION_FORWARD,
+            source=OTHER,
+        )
     )
-    grant.ttl.FromSeconds(30)
-    bench.obey(grant=grant)
 
 
 @pytest.mark.parametrize(

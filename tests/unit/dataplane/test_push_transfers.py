@@ -8,12 +8,10 @@ import pytest
 
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS
-from kvshuttle.dataplane.faults import Faults
 from kvshuttle.dataplane.limits import DEADLINE_MARGIN_NS, WRITE_STALL_NS
 from kvshuttle.dataplane.push_steps import PushStep, region_ends
-from kvshuttle.dataplane.transfers import Results, Transfers
 from kvshuttle.dataplane.transport import BlockList, LocalRegion, TransportError
-from tests.unit.dataplane.fakes import FakeClock
+from tests.unit.dataplane.fakes import FakeMover
 
 TTL_NS = 30 * NS
 LAYERS = 4
@@ -86,20 +84,11 @@ class Wire:
         return heard
 
 
-class Mover:
+class Mover(FakeMover[Wire]):
     """Transfers with everything around them played by hand."""
 
     def __init__(self) -> None:
-        self.wire, self.clock, self.results = Wire(), FakeClock(), Results()
-        self.told: list[m.FromMover] = []
-        self.transfers = Transfers(
-            self.wire,  # type: ignore[arg-type]
-            REGIONS,
-            self.results,
-            self.told.append,
-            Faults(),
-            self.clock,
-        )
+        super().__init__(Wire(), REGIONS)
         self.transfers.obey(m.AddPeer("other", 1, "agent", b"", []))
         self.wire.said.clear()
         self.told.clear()

@@ -18,7 +18,7 @@ from kvshuttle.dataplane.scheduler import (
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import session_service_pb2 as session_pb2
 from kvshuttle.v1 import types_pb2
-from tests.unit.dataplane.fakes import FakeClock, FakeOutbox, FakePool
+from tests.unit.dataplane.fakes import FakeClock, FakeOutbox, FakePool, grant_of
 
 BLOCK = 32
 PREFILL, DECODE = types_pb2.LEG_PREFILL, types_pb2.LEG_DECODE
@@ -69,24 +69,9 @@ class Bench:
     def grant(
         self, hashes: tuple[bytes, ...], lease: str = "l1", ttl: float = 30, seq: int = 0
     ) -> None:
-        grant = agent_pb2.Grant(
-            lease_id=lease,
-            version=2,
-            turn_token="t",
-            direction=types_pb2.DIRECTION_RETURN,
-            source=types_pb2.WorkerRef(worker_id="other", incarnation=1),
-            blocks=types_pb2.BlockDescriptors(
-                range=types_pb2.BlockRange(start=0, end=len(hashes)),
-                block_ids=range(500, 500 + len(hashes)),
-                hashes=b"".join(hashes),
-                hash_size=32,
-            ),
-            as_of=self.clock(),
-            lease_epoch=5,
-            lease_seq=seq,
+        self.obey(
+            grant=grant_of(hashes, self.clock(), lease=lease, ttl=ttl, lease_epoch=5, lease_seq=seq)
         )
-        grant.ttl.FromNanoseconds(int(ttl * NS))
-        self.obey(grant=grant)
 
     def offer(self, hashes: tuple[bytes, ...], first: int = 10, *, turn: str = "t") -> None:
         """A decode leg finishes; its own references are gone right after, as in vLLM."""
@@ -334,22 +319,7 @@ def test_beyond_the_quarantine_cap_no_new_landing_zone_is_taken() -> None:
     bench.obey(
         expect_turn=agent_pb2.ExpectTurn(turn_token="u", leg=PREFILL, lease_id="l2"),
     )
-    grant = agent_pb2.Grant(
-        lease_id="l2",
-        version=2,
-        turn_token="u",
-        direction=types_pb2.DIRECTION_RETURN,
-        source=types_pb2.WorkerRef(worker_id="other", incarnation=1),
-        blocks=types_pb2.BlockDescriptors(
-            range=types_pb2.BlockRange(end=4),
-            block_ids=range(4),
-            hashes=b"".join(chain(4)),
-            hash_size=32,
-        ),
-        as_of=bench.clock(),
-    )
-    grant.ttl.FromSeconds(30)
-    bench.obey(grant=grant)
+    bench.obey(grant=grant_of(chain(4), bench.clock(), lease="l2", turn_token="u"))
     assert bench.agent.look("r2", ("u", PREFILL), chain(5), 165, 0) == 0
 
 

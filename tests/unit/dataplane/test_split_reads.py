@@ -8,14 +8,12 @@ import pytest
 
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS
-from kvshuttle.dataplane.faults import Faults
 from kvshuttle.dataplane.scheduler import CommandBatch, FinishedRequest, SchedulerAgent, StreamUp
 from kvshuttle.dataplane.shapes import Heads
-from kvshuttle.dataplane.transfers import Results, Transfers
 from kvshuttle.dataplane.transport import TransportError
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
-from tests.unit.dataplane.fakes import FakeClock, FakeOutbox, FakePool
+from tests.unit.dataplane.fakes import FakeClock, FakeMover, FakeOutbox, FakePool
 
 TTL_NS = 30 * NS
 LEFT, RIGHT = m.HeadSlice(0, 0, 2, 4, 2), m.HeadSlice(2, 0, 2, 4, 2)
@@ -63,20 +61,11 @@ class Wire:
         return heard
 
 
-class Mover:
+class Mover(FakeMover[Wire]):
     """The one rank of a worker, whose peer has two."""
 
     def __init__(self, right: m.HeadSlice | None = RIGHT) -> None:
-        self.wire, self.clock, self.results = Wire(), FakeClock(), Results()
-        self.told: list[m.FromMover] = []
-        self.transfers = Transfers(
-            self.wire,  # type: ignore[arg-type]
-            [],
-            self.results,
-            self.told.append,
-            Faults(),
-            self.clock,
-        )
+        super().__init__(Wire())
         self.transfers.obey(m.AddPeer("other", 1, "left", b"", [], LEFT))
         self.transfers.obey(m.AddPeer("other", 1, "right", b"", [], right))
 

@@ -9,14 +9,12 @@ import pytest
 
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS
-from kvshuttle.dataplane.faults import Faults
 from kvshuttle.dataplane.limits import (
     CONFIRM_TIMEOUT_NS,
     DEADLINE_MARGIN_NS,
     READ_STALL_NS,
 )
-from kvshuttle.dataplane.transfers import Results, Transfers
-from tests.unit.dataplane.fakes import FakeClock
+from tests.unit.dataplane.fakes import FakeMover
 
 TTL_NS = 30 * NS
 
@@ -57,20 +55,11 @@ class Wire:
         return heard
 
 
-class Mover:
+class Mover(FakeMover[Wire]):
     """Transfers with everything around them played by hand."""
 
     def __init__(self) -> None:
-        self.wire, self.clock, self.results = Wire(), FakeClock(), Results()
-        self.told: list[m.FromMover] = []
-        self.transfers = Transfers(
-            self.wire,  # type: ignore[arg-type]
-            [],
-            self.results,
-            self.told.append,
-            Faults(),
-            self.clock,
-        )
+        super().__init__(Wire())
         self.transfers.obey(m.AddPeer("other", 1, "agent", b"", []))
         self.wire.said.clear()
 
