@@ -465,11 +465,12 @@ class Engine:
             full = min(
                 request.computed // BLOCK_TOKENS, len(request.hashes), len(request.block_ids)
             )
-            tail = None
+            tail = tail_hash = None
             tokens = request.computed - full * BLOCK_TOKENS
             if 0 < tokens < BLOCK_TOKENS and full < len(request.block_ids):
                 tail_hash = request.tail_hash(full, tokens)
-                tail = tail_hash and Tail(request.block_ids[full], tokens, tail_hash)
+            if tail_hash is not None:
+                tail = Tail(request.block_ids[full], tokens, tail_hash)
             self.agent.finished(
                 request.key,
                 FinishedRequest(
@@ -478,7 +479,7 @@ class Engine:
                     tuple(request.block_ids[:full]),
                     request.prompt_tokens,
                     request.aborted,
-                    tail or None,
+                    tail,
                 ),
             )
             self.after_hook()

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from kvshuttle.controlplane.model.limits import Limits
@@ -26,7 +26,6 @@ from tests.simulation.smallscope import (
     BLOCK_TOKENS,
     BLOCKS,
     DECODE,
-    DRIFT_PPM,
     HASHES,
     PREFILL,
     Node,
@@ -82,16 +81,9 @@ class PushWorld(SmallWorld):
         super().__init__(kernel)
 
     def _limits(self) -> Limits:
-        return Limits(
-            # Shorter than a landing zone waits for a word, so that either may come first.
-            lease_ttl_ns=2 * SECOND,
-            lease_ttl_max_ns=3 * SECOND,
-            guard_ns=SECOND,
-            clock_drift_ppm=DRIFT_PPM,
-            eager=False,
-            min_tokens=1,
-            silence_ns=3_600 * SECOND,
-            turn_timeout_ns=3_600 * SECOND,
+        # Leases are shorter than a landing zone waits for a word, so that either may come first.
+        return replace(
+            super()._limits(),
             lookup_wait_ns=WAIT_NS,
             lookup_wait_max_ns=WAIT_NS,
             forward="push",
