@@ -22,6 +22,7 @@ from kvshuttle.localstack import (
     Stack,
     engine_cpus,
     kvshuttle_transfer,
+    local_http,
 )
 from kvshuttle.localstack.ports import free_port
 
@@ -121,7 +122,7 @@ class ProxyProcess(ManagedProcess):
 
     def is_ready(self) -> bool:
         try:
-            return httpx.get(f"{self.url}/health", timeout=2.0).status_code == 200
+            return local_http.get(f"{self.url}/health", timeout=2.0).status_code == 200
         except httpx.HTTPError:
             return False
 

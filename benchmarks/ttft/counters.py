@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import httpx
-
 from benchmarks.ttft.arms import Arm
-from kvshuttle.localstack import Engine
+from kvshuttle.localstack import Engine, local_http
 from kvshuttle.localstack.metrics import EXTERNAL_HITS, LOCAL_HITS, PROMPT_TOKENS, Metrics, scrape
 
 __all__ = ["Legs", "Snapshot", "held_blocks", "legs"]
@@ -109,4 +107,4 @@ def held_blocks(arm: Arm, engine: Engine, metrics: Metrics, blocks: int) -> floa
 
 def forget(engine: Engine) -> None:
     """Empties an engine's prefix cache, where nothing is held. Raises httpx.HTTPError."""
-    httpx.post(f"{engine.url}/reset_prefix_cache", timeout=30).raise_for_status()
+    local_http.post(f"{engine.url}/reset_prefix_cache", timeout=30).raise_for_status()

@@ -18,7 +18,15 @@ from benchmarks.ttft.groups import RESERVE_BYTES, available_bytes, plan_groups, 
 from benchmarks.ttft.schedule import Plan
 from benchmarks.ttft.texts import History
 from benchmarks.ttft.turns import Client, Sample
-from kvshuttle.localstack import Answer, ManagedProcess, Message, ProcessError, Stack, user
+from kvshuttle.localstack import (
+    Answer,
+    ManagedProcess,
+    Message,
+    ProcessError,
+    Stack,
+    local_http,
+    user,
+)
 
 __all__ = ["Options", "Results", "Run"]
 
@@ -249,7 +257,7 @@ class Run:
             }
             if not messages:
                 return 0
-            answer = httpx.post(f"{url}/tokenize", json=body, timeout=30)
+            answer = local_http.post(f"{url}/tokenize", json=body, timeout=30)
             answer.raise_for_status()
             return int(answer.json()["count"])
 

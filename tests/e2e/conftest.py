@@ -22,6 +22,7 @@ from kvshuttle.localstack import (
     Stack,
     engine_cpus,
     kvshuttle_transfer,
+    local_http,
 )
 from kvshuttle.localstack.metrics import EXTERNAL_HITS
 from tests.support.conversation import Oracle
@@ -48,10 +49,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def reset_cache(engine: Engine) -> httpx.Response:
-    """Empties vLLM's prefix cache. Without `verify`, httpx would load the machine's certificates
-    for every call, which takes seconds beside an engine that has the cores and a stream that has
-    the interpreter."""
-    return httpx.post(f"{engine.url}/reset_prefix_cache", timeout=10, verify=False)
+    """Empties vLLM's prefix cache."""
+    return local_http.post(f"{engine.url}/reset_prefix_cache", timeout=10)
 
 
 def hooks_failed(engine: Engine) -> list[str]:
@@ -149,7 +148,7 @@ class Cluster:
         deadline = time.monotonic() + 30
         while True:
             # Turns that begin before are answered all the same, but nobody knows of them.
-            seen = httpx.get(f"{self.gateway.url}/health", timeout=10).json()["control_plane"]
+            seen = local_http.get(f"{self.gateway.url}/health", timeout=10).json()["control_plane"]
             age = seen["seconds_since_answer"]
             if seen["state"] == "ok" and age is not None and age < time.monotonic() - start:
                 return

@@ -27,20 +27,27 @@ if TYPE_CHECKING:
     from kvshuttle.localstack import Message
     from kvshuttle.localstack.process import ManagedProcess
 
+PHASES = ("begin", "prefill", "decode", "stream")
+
 pytestmark = pytest.mark.usefixtures("nothing_leaked")
 
 
-def cancels(cluster: Cluster, phase: str) -> float:
-    """How many clients went away in this phase, by the gateway's count."""
+def cancels(cluster: Cluster) -> dict[str, float]:
+    """How many clients went away in each phase, by the gateway's count."""
     metrics = scrape(cluster.gateway.url)
-    return metrics.total("kvshuttle_gateway_client_cancels_total", phase=phase)
+    return {
+        phase: metrics.total("kvshuttle_gateway_client_cancels_total", phase=phase)
+        for phase in PHASES
+    }
 
 
 class Request:
     """A request whose client can hang up; nothing reads the answer unless `lines` does."""
 
     def __init__(self, cluster: Cluster, talk: Conversation, messages: list[Message]) -> None:
-        body = cluster.client.body(messages, max_tokens=1_000, ignore_eos=True, stream=True)
+        # Whoever counts later may count with the answer's end.
+        self.counted_before = cancels(cluster)
+        body = cluster.client.body(messages, max_tokens=3_000, ignore_eos=True, stream=True)
         self._connection = http.client.HTTPConnection(
             urlsplit(cluster.gateway.url).netloc, timeout=60
         )
@@ -86,10 +93,10 @@ def next_prompt(talk: Conversation) -> list[Message]:
 
 
 def gone_in(cluster: Cluster, request: Request, phase: str) -> None:
-    """Hangs up, and waits until the gateway has noticed, in this phase."""
-    before = cancels(cluster, phase)
+    """Hangs up, and waits until the gateway has noticed, in this phase and no other."""
     request.hang_up()
-    wait_until(lambda: cancels(cluster, phase) > before, f"a client is gone in phase {phase}")
+    expected = request.counted_before | {phase: request.counted_before[phase] + 1}
+    wait_until(lambda: cancels(cluster) == expected, f"a client is gone in phase {phase}")
 
 
 @pytest.mark.parametrize("phase", ["begin", "prefill", "decode"])

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from kvshuttle.localstack import user
+from kvshuttle.localstack import local_http, user
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster, reset_cache
 from tests.e2e.steps import BLOCK, ask, turn, wait_until
@@ -189,7 +189,7 @@ def test_many_choices_of_one_request(cluster: Cluster, oracle: Oracle) -> None:
     turn(cluster, oracle, talk)
     cluster.forget_prefill()
     body = cluster.client.body(talk.say(), max_tokens=16) | {"n": 3, "temperature": 1.0}
-    response = httpx.post(
+    response = local_http.post(
         f"{cluster.gateway.url}/v1/chat/completions",
         json=body,
         headers={"X-Session-ID": talk.session},
@@ -236,7 +236,7 @@ def test_a_client_that_goes_away_strands_nothing(
     cluster.forget_prefill()
     messages = [*talk.messages, user(text(600, 94))]
     with pytest.raises(httpx.TimeoutException):
-        httpx.post(
+        local_http.post(
             f"{cluster.gateway.url}/v1/chat/completions",
             json=cluster.client.body(messages, max_tokens=400, ignore_eos=True),
             headers={"X-Session-ID": talk.session},

@@ -12,10 +12,9 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
-from kvshuttle.localstack import user
+from kvshuttle.localstack import local_http, user
 from kvshuttle.localstack.metrics import EXTERNAL_HITS
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from tests.e2e.conftest import DECODE, PREFILL, Cluster, reset_cache
@@ -160,7 +159,7 @@ def test_an_answer_of_one_token(cluster: Cluster, oracle: Oracle) -> None:
 def test_many_choices_of_one_request(cluster: Cluster, oracle: Oracle) -> None:
     talk = Conversation("push-choices", seed=85)
     body = cluster.client.body(talk.say(), max_tokens=16) | {"n": 3, "temperature": 1.0}
-    response = httpx.post(
+    response = local_http.post(
         f"{cluster.gateway.url}/v1/chat/completions",
         json=body,
         headers={"X-Session-ID": talk.session},

@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import anthropic
-import httpx
 import openai
 import pytest
 
-from kvshuttle.localstack import Engine, user
+from kvshuttle.localstack import Engine, local_http, user
 from tests.e2e.conftest import Cluster
 from tests.e2e.steps import BLOCK
 from tests.support.conversation import MAX_TOKENS, Conversation, Oracle, text
@@ -223,7 +222,7 @@ def test_a_refusal_has_its_apis_shape(cluster: Cluster, plain: Engine, name: str
         usual |= {"input": "x", "max_output_tokens": 5}
     body = {key: value for key, value in (usual | changes).items() if value is not None}
     ours, theirs = (
-        httpx.post(url + path, json=body, timeout=60, verify=False)
+        local_http.post(url + path, json=body, timeout=60)
         for url in (cluster.gateway.url, plain.url)
     )
     assert ours.status_code == theirs.status_code >= 400

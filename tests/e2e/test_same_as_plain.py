@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from kvshuttle.localstack import local_http
 from tests.support.conversation import RECOMPUTED_TOLERANCE, text
 
 if TYPE_CHECKING:
@@ -263,12 +264,12 @@ def test_answered_as_by_a_plain_engine(
     body = changed(route, (CHATS if route == CHAT else TEXTS)[name])
     # From outside they open nothing: they are not sent on, so not looked at either.
     own = {key: value for key, value in body.items() if key != "kv_transfer_params"}
-    expected = httpx.post(f"{plain.url}{route}", json=own, timeout=60)
+    expected = local_http.post(f"{plain.url}{route}", json=own, timeout=60)
     if expected.status_code == 200:
         # Warm, as decode's cache is after prefill's work.
-        expected = httpx.post(f"{plain.url}{route}", json=own, timeout=60)
+        expected = local_http.post(f"{plain.url}{route}", json=own, timeout=60)
     for _ in range(2):
-        answer = httpx.post(
+        answer = local_http.post(
             f"{cluster.gateway.url}{route}",
             json=body,
             headers={"X-Session-ID": f"same-{name}"},

@@ -20,6 +20,7 @@ from kvshuttle.localstack import (
     Stack,
     engine_cpus,
     kvshuttle_transfer,
+    local_http,
 )
 from tests.support.leaks import free_blocks
 
@@ -98,7 +99,7 @@ class SoakCluster:
 
     def evict(self, name: str) -> None:
         """Asks vLLM to drop its prefix cache; it does when nothing runs."""
-        httpx.post(f"{self.engines[name].url}/reset_prefix_cache", timeout=30)
+        local_http.post(f"{self.engines[name].url}/reset_prefix_cache", timeout=30)
 
     def count_preemptions(self) -> None:
         """Adds up each engine's own count; it starts anew with its process."""

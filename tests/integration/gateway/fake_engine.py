@@ -57,6 +57,10 @@ class Script:
     before_answer: asyncio.Event | None = None
     # Blocks between the first and the second event of a stream.
     mid_stream: asyncio.Event | None = None
+    # Blocks after the last event of a stream, before the end of its HTTP.
+    before_end: asyncio.Event | None = None
+    # Breaks the connection after the last event of a stream.
+    break_at_end: bool = False
     # Sent instead of the events of a stream.
     only_event: bytes | None = None
     # Sent within a stream, before [DONE].
@@ -320,6 +324,10 @@ class _Completions:
             if number == 1 and script.mid_stream is not None:
                 await script.mid_stream.wait()
             yield event
+        if script.before_end is not None:
+            await script.before_end.wait()
+        if script.break_at_end:
+            raise BrokenConnectionError
 
 
 async def _watch(receive: Receive, got: Received) -> None:

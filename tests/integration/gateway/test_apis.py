@@ -123,6 +123,43 @@ async def test_a_stream_that_breaks_ends_with_an_error_event_of_its_api(
     assert control.outcomes() == [(1, session.TURN_OUTCOME_FAILED)]
 
 
+@APIS
+async def test_a_client_that_hangs_up_at_the_last_event_has_its_answer(
+    gateway: RunningGateway, control: FakeControlPlane, decode: FakeEngine, api: str
+) -> None:
+    """As most do: what is left is the end of the HTTP answer, which says nothing."""
+    decode.script = Script(before_end=asyncio.Event())
+    path, fields = ASK[api]
+    end = {"chat": b"data: [DONE]", "responses": b"response.completed", "messages": b"message_stop"}
+    async with gateway.http.stream("POST", path, json={**fields, "stream": True}) as response:
+        got = b""
+        async for chunk in response.aiter_raw():
+            got += chunk
+            if end[api] in got and got.endswith(b"\n\n"):
+                break
+    left = "kvshuttle_gateway_requests_in_flight"
+    await eventually(lambda: not gateway.server.server_state.connections, "the client is gone")
+    assert await gateway.metric(left) == 1
+    decode.script.before_end.set()  # type: ignore[union-attr]
+
+    await eventually(lambda: control.ends, "EndTurn")
+    assert control.outcomes() == [(1, session.TURN_OUTCOME_COMPLETED)]
+    assert await gateway.metric("kvshuttle_gateway_client_cancels_total", phase="stream") == 0
+    assert await gateway.metric("kvshuttle_gateway_requests_total", route=api, status="200") == 1
+
+
+@APIS
+async def test_a_stream_that_breaks_after_its_last_event_is_whole(
+    gateway: RunningGateway, control: FakeControlPlane, decode: FakeEngine, api: str
+) -> None:
+    whole = await ask(gateway, api, stream=True)
+    decode.script = Script(break_at_end=True)
+    broken = await ask(gateway, api, stream=True)
+    assert broken.text == whole.text.replace("resp_decode_1", "resp_decode_2")
+    await eventually(lambda: len(control.ends) == 2, "EndTurn")
+    assert {outcome for _, outcome in control.outcomes()} == {session.TURN_OUTCOME_COMPLETED}
+
+
 @pytest.mark.parametrize("api", ["responses", "messages"])
 async def test_an_engines_error_event_is_the_last(
     gateway: RunningGateway, control: FakeControlPlane, decode: FakeEngine, api: str

@@ -53,7 +53,8 @@ class ClientAnswer:
         self._own_headers = own_headers
         self.status = 0
         self.started = False
-        # True once the last byte was handed over: from then on a disconnect means nothing.
+        # True once all that the answer says was handed over: from then on a disconnect means
+        # nothing. Most clients hang up at a stream's last event, before the end of its HTTP.
         self.ended = False
 
     async def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
@@ -88,9 +89,9 @@ class ClientAnswer:
         )
         await self._message({"type": "http.response.start", "status": status, "headers": raw})
 
-    async def body(self, body: bytes, *, more: bool) -> None:
-        """A piece; the last one with `more` false."""
-        if not more:
+    async def body(self, body: bytes, *, more: bool, says_all: bool = False) -> None:
+        """A piece; the last one with `more` false. `says_all`: nothing of meaning follows it."""
+        if says_all or not more:
             self.ended = True
         await self._message({"type": "http.response.body", "body": body, "more_body": more})
 

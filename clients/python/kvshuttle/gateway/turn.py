@@ -67,7 +67,7 @@ class TurnRun:
 
     @property
     def answered(self) -> bool:
-        """True once the last byte was handed over: from then on a disconnect means nothing."""
+        """True once all of the answer was handed over: from then on a disconnect means nothing."""
         return self._answer.ended
 
     async def run(self) -> None:
@@ -167,14 +167,14 @@ class TurnRun:
                             report.last_comment(self.request, self._placing) + ready,
                             True,
                         )
-                    await self._answer.body(ready, more=True)
+                    await self._answer.body(ready, more=True, says_all=events.ended)
                     if events.saw_data and self._placing.cost.time_to_first_token_s is None:
                         self._note_first_token(stream=True)
         except LegFailed as failed:
             broken = failed
         self._placing.cost.decode = events.usage
-        if broken is None:
-            rest = events.finish()
+        if broken is None or events.ended:
+            rest = events.finish() if broken is None else b""
             if events.ended:
                 if rest:
                     self._hear(events, rest)

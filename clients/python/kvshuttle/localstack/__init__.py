@@ -1,5 +1,6 @@
 """A whole kvshuttle on this machine, as child processes: for the demo, tests and benchmarks."""
 
+from kvshuttle.localstack import local_http
 from kvshuttle.localstack.chat import Answer, ChatClient, Message, user
 from kvshuttle.localstack.engine import Engine, EngineSpec, engine_cpus, kvshuttle_transfer
 from kvshuttle.localstack.process import ManagedProcess, ProcessError
@@ -21,5 +22,6 @@ __all__ = [
     "Stack",
     "engine_cpus",
     "kvshuttle_transfer",
+    "local_http",
     "user",
 ]

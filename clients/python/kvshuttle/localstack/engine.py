@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 
-from kvshuttle.localstack import metrics
+from kvshuttle.localstack import local_http, metrics
 from kvshuttle.localstack.ports import free_port
 from kvshuttle.localstack.process import ManagedProcess, ProcessError
 
@@ -170,7 +170,7 @@ class Engine(ManagedProcess):
             "top_logprobs": 0,
         }
         try:
-            httpx.post(
+            local_http.post(
                 f"{self.url}/v1/chat/completions", json=body, timeout=WARM_UP_TIMEOUT_S
             ).raise_for_status()
         except httpx.HTTPError as error:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
+
+from kvshuttle.localstack import local_http
 
 # Names on vLLM 0.32. Tokens, not requests.
 PROMPT_TOKENS = "vllm:prompt_tokens_total"
@@ -50,6 +51,6 @@ def parse(text: str) -> Metrics:
 
 def scrape(url: str, timeout_s: float = 10.0) -> Metrics:
     """Reads `url`/metrics."""
-    response = httpx.get(f"{url}/metrics", timeout=timeout_s)
+    response = local_http.get(f"{url}/metrics", timeout=timeout_s)
     response.raise_for_status()
     return parse(response.text)
