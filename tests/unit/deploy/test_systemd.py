@@ -6,11 +6,13 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 
-from kvshuttle.controlplane.settings import Settings
+from kvshuttle.controlplane import settings as controlplane
+from kvshuttle.gateway import settings as gateway
 from kvshuttle.v1 import types_pb2 as types
 from tests.unit.deploy.agents import DEPLOY, checked
 
@@ -83,6 +85,30 @@ def test_an_engine_gets_a_configuration_that_its_agent_takes(tmp_path: Path) -> 
     assert (config.url, config.nixl_backend) == ("http://10.0.0.7:8000", "UCX")
 
 
-def test_the_file_that_the_control_plane_is_started_with_is_taken() -> None:
-    loaded = yaml.safe_load((DEPLOY / "controlplane.yaml").read_text(encoding="utf-8"))
-    assert Settings(**loaded).metrics() == "0.0.0.0:7402"
+@pytest.mark.parametrize(
+    ("name", "load"), [("controlplane", controlplane.load), ("gateway", gateway.load)]
+)
+def test_the_file_that_a_server_is_started_with_is_shipped_and_taken(name: str, load: Any) -> None:
+    unit = text_of(f"kvshuttle-{name}.service")
+    (given,) = re.findall(r"^ExecStart=\S+ --config /etc/kvshuttle/(\S+)$", unit, re.MULTILINE)
+    shipped = DEPLOY / given
+    settings = load(["--config", str(shipped)])
+    for key, value in yaml.safe_load(shipped.read_text(encoding="utf-8")).items():
+        found = getattr(settings, key)
+        assert (str(found) if isinstance(found, Path) else found) == value, key
+
+
+def test_a_stop_waits_for_what_the_gateway_waits_for() -> None:
+    settings = gateway.load(["--config", str(DEPLOY / "gateway.yaml")])
+    (seconds,) = re.findall(r"^TimeoutStopSec=(\d+)$", text_of("kvshuttle-gateway.service"), re.M)
+    waits = settings.drain_notice_s + settings.drain_timeout_s + settings.flush_timeout_s
+    assert waits < int(seconds)
+
+
+def test_the_page_installs_every_file_that_a_unit_reads() -> None:
+    page = (DEPLOY.parent / "docs/deploy.md").read_text(encoding="utf-8")
+    for unit in UNITS:
+        for given in re.findall(r"/etc/kvshuttle/([\w%.-]+\.(?:yaml|env))", unit.read_text()):
+            assert f"/etc/kvshuttle/{given.replace('%i', 'prefill-0')}" in page, given
+    for shipped in re.findall(r"^    install .* (deploy/\S+) ", page, re.MULTILINE):
+        assert (DEPLOY.parent / shipped).is_file(), shipped
