@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 
 from kvshuttle.v1 import cluster_service_pb2 as workers
@@ -153,6 +154,28 @@ async def test_errors_have_a_status_a_reason_and_a_remedy(site: Site) -> None:
     assert clear.status == 2
     assert "clear text" in clear.err
     assert "secret-word" not in clear.err
+
+
+async def test_wrong_usage_is_told_to_programs_too() -> None:
+    """Whether `-o` was read before the mistake or not."""
+    for arguments, word, command in (
+        (("-o", "json", "sessions", "--limit", "-1"), "--limit", "kvshuttle sessions"),
+        (("sessions", "--limit", "-1", "--output=json"), "--limit", "kvshuttle sessions"),
+        (("-ojson", "nosuch"), "nosuch", "kvshuttle"),
+        (("session", "-o", "json"), "SESSION_ID", "kvshuttle session"),
+        (("fence", "w", "-o", "json"), "--attestation", "kvshuttle fence"),
+    ):
+        ran = await kvshuttle(*arguments)
+        assert (ran.status, ran.out) == (2, "")
+        error = json.loads(ran.err)["error"]
+        assert (error["exit_status"], error["reason"]) == (2, "WRONG_USAGE")
+        assert word in error["message"]
+        assert error["remedy"] == f"see {command} --help"
+    ran = await kvshuttle("nosuch", KVSHUTTLE_OUTPUT="json")
+    assert json.loads(ran.err)["error"]["exit_status"] == 2
+    # For people it stays as it is; the last `-o` counts.
+    ran = await kvshuttle("-o", "json", "nosuch", "-o", "table")
+    assert ran.err.startswith("Usage: ")
 
 
 async def test_the_gateways_variables_are_read(site: Site) -> None:

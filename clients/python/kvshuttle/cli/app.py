@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import itertools
 import json
 import os
 import sys
@@ -104,9 +105,10 @@ program.add_command(completion)
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command. Returns its exit status; nothing but a bug shows a traceback."""
     options = Options()
+    arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         found = program.main(
-            args=None if argv is None else list(argv),
+            args=arguments,
             prog_name=PROGRAM,
             standalone_mode=False,
             complete_var=_COMPLETE_VARIABLE,
@@ -115,9 +117,28 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
     except BaseExceptionGroup as group:
         return _end(_leaf(group), options)
+    except click.ClickException as error:
+        # It may have come before `-o` was read.
+        options.output = "json" if _asks_for_json(arguments) else "table"
+        return _end(error, options)
     except BaseException as error:
         return _end(error, options)
     return found if isinstance(found, int) else exits.OK
+
+
+def _asks_for_json(arguments: Sequence[str]) -> bool:
+    """Whether the last `-o` of a command line, or else the variable, says so."""
+    said = os.environ.get("KVSHUTTLE_OUTPUT", "")
+    for word, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
+        if word == "--":
+            break
+        if word in ("-o", "--output"):
+            said = following
+        elif word.startswith("--output="):
+            said = word.removeprefix("--output=")
+        elif word.startswith("-o"):
+            said = word.removeprefix("-o")
+    return said == "json"
 
 
 def _leaf(error: BaseException) -> BaseException:
@@ -140,6 +161,8 @@ def _end(error: BaseException, options: Options) -> int:
         case click.exceptions.Exit():
             return error.exit_code
         case click.ClickException():
+            if options.output == "json":
+                return _tell(failure.of_usage(error, PROGRAM), options)
             error.show()
             return exits.USAGE
         case KeyboardInterrupt() | click.Abort():

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+import click
 import grpc
 
 from kvshuttle.cli import exits
@@ -64,6 +65,19 @@ class Failure:
                 "remedy": self.remedy,
             }
         }
+
+
+def of_usage(error: click.ClickException, program: str) -> Failure:
+    """The failure of a command line that cannot be meant as it is."""
+    ctx = getattr(error, "ctx", None)
+    command = ctx.command_path if ctx is not None else program
+    return Failure(
+        exits.USAGE,
+        "wrong usage",
+        "WRONG_USAGE",
+        error.format_message(),
+        f"see {command} --help",
+    )
 
 
 def of_call(error: KVShuttleError, target: str, *, tls: bool) -> Failure:
