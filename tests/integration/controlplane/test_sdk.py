@@ -225,7 +225,8 @@ async def test_certificates(tmp_path: Path) -> None:
             key, chain = issue_for_uri(site.ca, uri)
             (tmp_path / "me.key").write_bytes(key)
             (tmp_path / "me.pem").write_bytes(chain)
-            tls = TlsOptions(tmp_path / "ca.pem", tmp_path / "me.pem", tmp_path / "me.key")
+            # Paths, or their names.
+            tls = TlsOptions(tmp_path / "ca.pem", f"{tmp_path}/me.pem", f"{tmp_path}/me.key")
             return ClientOptions(tls=tls, retries=NO_RETRIES)
 
         target = site.server.addresses.api

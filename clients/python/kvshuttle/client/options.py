@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
@@ -11,7 +12,6 @@ import grpc
 from kvshuttle.client.retries import RetryPolicy
 
 if TYPE_CHECKING:
-    from pathlib import Path
     from typing import Any
 
     from kvshuttle.client.calls import Call
@@ -24,9 +24,9 @@ class TlsOptions:
     `server_name` is checked against the server's certificate instead of the target's host.
     """
 
-    ca_file: Path | None = None
-    cert_file: Path | None = None
-    key_file: Path | None = None
+    ca_file: Path | str | None = None
+    cert_file: Path | str | None = None
+    key_file: Path | str | None = None
     server_name: str | None = None
 
     def __post_init__(self) -> None:
@@ -36,10 +36,14 @@ class TlsOptions:
     def credentials(self) -> grpc.ChannelCredentials:
         """Reads the files. Raises OSError where one cannot be read."""
         return grpc.ssl_channel_credentials(
-            root_certificates=self.ca_file.read_bytes() if self.ca_file else None,
-            private_key=self.key_file.read_bytes() if self.key_file else None,
-            certificate_chain=self.cert_file.read_bytes() if self.cert_file else None,
+            root_certificates=_read(self.ca_file),
+            private_key=_read(self.key_file),
+            certificate_chain=_read(self.cert_file),
         )
+
+
+def _read(file: Path | str | None) -> bytes | None:
+    return Path(file).read_bytes() if file else None
 
 
 @dataclass(frozen=True, slots=True)
