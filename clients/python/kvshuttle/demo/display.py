@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
@@ -225,6 +228,14 @@ def verdict(console: Console, summary: dict[str, object], problems: Sequence[str
     )
 
 
+def operators_program() -> str:
+    """The operator's program as a shell can start it here: the one beside this Python."""
+    beside = Path(sys.executable).with_name("kvshuttle")
+    if not beside.exists():
+        return f"{sys.executable} -m kvshuttle.cli"
+    return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside)
+
+
 def keep_running(console: Console, cluster: DemoCluster, model: str) -> None:
     """Where everything is and how to chat."""
     body = json.dumps({"model": model, "messages": [user("Why is the sea salty?")]})
@@ -234,7 +245,7 @@ def keep_running(console: Console, cluster: DemoCluster, model: str) -> None:
         ("prefill engine", cluster.prefill.url),
         ("decode engine", cluster.decode.url),
         ("plain engine", cluster.plain.url),
-        ("see it move", f"kvshuttle --target {cluster.control_plane.target} top"),
+        ("see it move", f"{operators_program()} --target {cluster.control_plane.target} top"),
         ("logs", str(cluster.control_plane.log_path.parent)),
     ]
     console.print()
