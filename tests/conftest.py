@@ -26,6 +26,7 @@ SLOW = (
     "integration/sdk",
     "unit/cli/test_top.py",
     "unit/controlplane/test_store_crash.py",
+    "unit/deploy/test_vllm_flags.py",
     "unit/support/test_localstack.py",
 )
 
