@@ -141,8 +141,9 @@ async def test_before_it_stops_it_says_so_and_serves(
 
 @pytest.mark.parametrize("api", ["chat", "responses", "messages"])
 async def test_a_stream_that_outlasts_the_drain_is_told(
-    control: FakeControlPlane, decode: FakeEngine, api: str
+    control: FakeControlPlane, decode: FakeEngine, api: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """And nobody else: a traceback for each of thousands would bury what matters."""
     control.placements = [(None, ("d", decode.url))]
     decode.script = Script(mid_stream=asyncio.Event())
     async with running_gateway(control_plane=control.target) as gateway:
@@ -162,6 +163,9 @@ async def test_a_stream_that_outlasts_the_drain_is_told(
         assert response.status_code == 200
         last = response.text.rstrip("\n").split("\n\n")[-1]
         assert "being stopped" in json.loads(last.split("data: ")[1])["error"]["message"]
+    status = {"route": api, "status": str(response.status_code)}
+    assert registry.get_sample_value("kvshuttle_gateway_requests_total", status) == 1
+    assert [record.name for record in caplog.records if record.exc_info] == []
     assert control.outcomes() == [(1, session.TURN_OUTCOME_FAILED)]
 
 

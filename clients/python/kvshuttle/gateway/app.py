@@ -226,11 +226,17 @@ class CompletionEndpoint:
                 run.client_gone = True
                 work.cancel()
             await asyncio.wait({work})
+        except asyncio.CancelledError:
+            # The server gives up waiting for this request. The run tells its client.
+            work.cancel()
+            await asyncio.wait({work})
+            if not self._gateway.draining:
+                raise
+            # A stop that takes its time is no error, of which the server would log a traceback.
+            if (task := asyncio.current_task()) is not None:
+                task.uncancel()
         finally:
             watch.cancel()
-            if not work.done():  # the server gives up waiting for this request
-                work.cancel()
-                await asyncio.wait({work})
         if not run.client_gone and not work.cancelled():
             work.result()
         return run.status
