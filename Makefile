@@ -66,7 +66,7 @@ demo: $(MODELS)/smollm2/kvshuttle-model.json ## a real conversation on real engi
 
 # ----------------------------------------------------------------------------------- tests
 
-.PHONY: test test-fast lint dashboards reference proto sim sim-exhaustive soak mutants bench-controlplane bench-gateway bench-idle bench-planner bench-retention bench-ttft clean
+.PHONY: test test-fast test-long lint dashboards reference proto sim sim-exhaustive soak mutants bench-controlplane bench-gateway bench-idle bench-planner bench-retention bench-ttft clean
 test: ## lint and all tests, those on real engines too
 	@$(MAKE) --no-print-directory -j2 model frameworks
 	@$(MAKE) --no-print-directory lint
@@ -74,6 +74,9 @@ test: ## lint and all tests, those on real engines too
 
 test-fast: lint ## lint and the tests that need no engine and little time
 	@$(BIN)/python -m pytest tests -n auto -m "not engines and not simulation and not slow" --durations=5 $(ARGS)
+
+test-long: model ## tests on engines of two ranks each, which make test leaves out
+	@$(BIN)/python -m pytest tests/e2e -m long $(ARGS)
 
 lint: $(VENV)/.dev ## style, types, layers, the API's rules, the stubs
 	@VENV=$(VENV) scripts/lint.sh

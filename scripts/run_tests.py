@@ -19,7 +19,7 @@ from collections import Counter
 KINDS = {
     "the rest": ("tests", "-m", "not simulation", "--ignore", "tests/e2e", "-n", "auto"),
     "simulation": ("tests", "-m", "simulation", "-n", "auto", "--dist", "worksteal"),
-    "engines": ("tests/e2e",),
+    "engines": ("tests/e2e", "-m", "not long"),
 }
 NOTHING_CHOSEN = 5  # pytest's exit status when an argument, such as -k, leaves no test
 CLOSING = re.compile(r"^=+ (.*\d.*) in [\d.]+s.*=+$")

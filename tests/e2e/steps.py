@@ -5,12 +5,14 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
+from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from tests.support.conversation import LOGPROB_TOLERANCE, RECOMPUTED_TOLERANCE
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from kvshuttle.localstack import Message
+    from kvshuttle.v1 import types_pb2
     from tests.e2e.conftest import Cluster
     from tests.support.conversation import Conversation, Oracle
 
@@ -43,6 +45,26 @@ def ask(cluster: Cluster, oracle: Oracle, session: str, messages: list[Message])
     answer = cluster.client.ask(messages, session=session, max_tokens=16)
     oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
     return cluster.returned_tokens() - before
+
+
+def tries(what: str, times: int = 5) -> Iterator[int]:
+    """Numbers of attempts, for what a busy machine may be too slow for; AssertionError when the
+    caller has not stopped after so many."""
+    yield from range(times)
+    raise AssertionError(f"not once in {times} attempts: {what}")
+
+
+def has_moved(cluster: Cluster, session: str, direction: types_pb2.Direction.ValueType) -> bool:
+    """Whether the session's newest lease of this direction has moved something, once none of them
+    is open."""
+    wait_until(
+        lambda: all(x.session_id != session for x in cluster.view.open_leases()),
+        "the session's leases are over",
+    )
+    found = [x for x in cluster.view.leases(session) if x.direction == direction]
+    return bool(
+        found and found[0].state == lease_pb2.LEASE_STATE_COMPLETED and found[0].stats.tokens
+    )
 
 
 def wait_until(condition: Callable[[], bool], what: str, timeout_s: float = 20.0) -> None:

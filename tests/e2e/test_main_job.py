@@ -15,8 +15,9 @@ import pytest
 
 from kvshuttle.localstack import local_http, user
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
+from kvshuttle.v1 import types_pb2
 from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster, reset_cache
-from tests.e2e.steps import BLOCK, ask, turn, wait_until
+from tests.e2e.steps import BLOCK, ask, has_moved, tries, turn, wait_until
 from tests.support.conversation import (
     RECOMPUTED_TOLERANCE,
     Conversation,
@@ -281,12 +282,15 @@ def test_a_reset_of_the_cache_lets_go_first(cluster: Cluster, oracle: Oracle) ->
 
 
 def test_a_corrupted_block_is_seen_by_the_oracle(cluster: Cluster, oracle: Oracle) -> None:
-    talk = Conversation("corrupt", seed=40)
-    turn(cluster, oracle, talk)
-    cluster.forget_prefill()
-    messages = talk.say()
-    with cluster.faults(PREFILL, corrupt_returned_block=True):
-        answer = cluster.client.ask(messages, session=talk.session, max_tokens=16)
+    for number in tries("a return is over in time"):
+        talk = Conversation(f"corrupt-{number}", seed=4_000 + number)
+        turn(cluster, oracle, talk)
+        cluster.forget_prefill()
+        messages = talk.say()
+        with cluster.faults(PREFILL, corrupt_returned_block=True):
+            answer = cluster.client.ask(messages, session=talk.session, max_tokens=16)
+        if has_moved(cluster, talk.session, types_pb2.DIRECTION_RETURN):
+            break
     assert differences(answer, oracle.answer(messages), RECOMPUTED_TOLERANCE) != []
     # Both engines have cached what was computed from it.
     cluster.view.end_session(talk.session)
@@ -294,7 +298,10 @@ def test_a_corrupted_block_is_seen_by_the_oracle(cluster: Cluster, oracle: Oracl
     reset_cache(cluster.decode)
 
 
-def test_a_transfer_that_stands_still_is_recomputed(cluster: Cluster, oracle: Oracle) -> None:
+def test_a_transfer_that_stands_still_and_decode_killed_during_another(
+    cluster: Cluster, oracle: Oracle
+) -> None:
+    """Both are recomputed. One test, for an engine takes its time to start again."""
     talk = Conversation("stalled", seed=41)
     turn(cluster, oracle, talk)
     cluster.forget_prefill()
@@ -305,12 +312,28 @@ def test_a_transfer_that_stands_still_is_recomputed(cluster: Cluster, oracle: Or
     oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
     assert time.monotonic() - start < 60
     # The landing blocks stay in quarantine: nothing shows that the READ has stopped, until its
-    # source is attested dead. A real stall ends the same way; here the "source" comes back.
+    # source is attested dead.
     wait_until(
         lambda: cluster.view.workers()[PREFILL].pool.quarantined_blocks > 0,
         "the landing blocks are in quarantine",
     )
-    cluster.decode.kill()
+
+    talk = Conversation("killed-during", seed=45)
+    turn(cluster, oracle, talk)
+    cluster.forget_prefill()
+    messages = talk.say()
+    with cluster.faults(PREFILL, delay_read_s=2.0), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(cluster.client.ask, messages, session=talk.session, max_tokens=16)
+        wait_until(
+            lambda: any(
+                x.state == lease_pb2.LEASE_STATE_ACTIVE and x.session_id == talk.session
+                for x in cluster.view.open_leases()
+            ),
+            "a transfer is under way",
+        )
+        cluster.decode.kill()
+        answer = asked.result()
+    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
     cluster.fence(DECODE)
     cluster.restart_worker(cluster.decode)
 
@@ -377,24 +400,3 @@ def test_decode_killed_between_turns(cluster: Cluster, oracle: Oracle) -> None:
     oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
     cluster.restart_worker(cluster.decode)
     turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
-
-
-def test_decode_killed_during_a_transfer(cluster: Cluster, oracle: Oracle) -> None:
-    talk = Conversation("killed-during", seed=45)
-    turn(cluster, oracle, talk)
-    cluster.forget_prefill()
-    messages = talk.say()
-    with cluster.faults(PREFILL, delay_read_s=2.0), ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(cluster.client.ask, messages, session=talk.session, max_tokens=16)
-        deadline = time.monotonic() + 20
-        while not any(
-            x.state == lease_pb2.LEASE_STATE_ACTIVE and x.session_id == talk.session
-            for x in cluster.view.open_leases()
-        ):
-            assert time.monotonic() < deadline, "no transfer began"
-            time.sleep(0.02)
-        cluster.decode.kill()
-        answer = asked.result()
-    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
-    cluster.fence(DECODE)
-    cluster.restart_worker(cluster.decode)

@@ -1,8 +1,10 @@
-"""Workers of other numbers of ranks, and adapters: who reads what from whom, on real engines.
+"""Workers of several ranks, and adapters: who reads what from whom, on real engines.
 
-Prefill has one rank, decode two, each with half of the heads: forward, each rank of decode reads
-its heads out of prefill's pages; back, prefill puts them together again. Both serve two LoRA
-adapters, since engines that start anyway are the cheapest place to test them.
+Where prefill has one rank and decode two, each has half of the heads: forward, each rank of decode
+reads its heads out of prefill's pages; back, prefill puts them together again. Where both have two,
+rank i reads from rank i, or writes to it; four ranks on two cores take their time (`make
+test-long`). All serve two LoRA adapters, since engines that start anyway are the cheapest place to
+test them.
 """
 
 from __future__ import annotations
@@ -48,10 +50,27 @@ if TYPE_CHECKING:
 ADAPTERS = ("first-adapter", "second-adapter")
 
 
+@dataclass(frozen=True)
+class Shape:
+    """The ranks of both, and how KV goes forward."""
+
+    prefill: int
+    decode: int
+    forward: str = "pull"
+
+
+SHAPES = [
+    pytest.param(Shape(1, 2), id="1-2"),
+    pytest.param(Shape(2, 2), id="2-2", marks=pytest.mark.long),
+    pytest.param(Shape(2, 2, "push"), id="2-2-push", marks=pytest.mark.long),
+]
+
+
 @dataclass
 class Pair:
-    """A prefill and a decode worker with other numbers of ranks."""
+    """A prefill and a decode worker of these shapes."""
 
+    shape: Shape
     prefill: Engine
     decode: Engine
     view: ControlPlaneView
@@ -106,8 +125,11 @@ def _engine(
     )
 
 
-@pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+@pytest.fixture(scope="module", params=SHAPES)
+def pair(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Pair]:
+    shape: Shape = request.param
     assert (TINY / "config.json").exists(), "no model: run `make model`"
     logs = tmp_path_factory.mktemp("ranks")
     for seed, name in enumerate(ADAPTERS):
@@ -117,11 +139,20 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
         control_plane = ControlPlane(
             directory=logs,
             # All turns through both workers, and patient: see conftest.py.
-            extra_args=["--direct-tokens", "0", "--lookup-wait-ms", "3000"],
+            extra_args=[
+                *("--direct-tokens", "0", "--lookup-wait-ms", "3000"),
+                *("--forward", shape.forward),
+            ],
         )
         stack.start(control_plane)
-        prefill = _engine(PREFILL, "prefill", 1, str(first), control_plane, logs)
-        decode = _engine(DECODE, "decode", 2, f"{first}|{second}", control_plane, logs)
+        cores = {1: str(first), 2: f"{first}|{second}"}
+        prefill, decode = (
+            _engine(name, role, ranks, cores[ranks], control_plane, logs)
+            for name, role, ranks in (
+                (PREFILL, "prefill", shape.prefill),
+                (DECODE, "decode", shape.decode),
+            )
+        )
         stack.start(prefill, decode)
         stack.wait_registered(control_plane.target, [PREFILL, DECODE])
         gateway = Gateway(
@@ -136,7 +167,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
             ControlPlaneView(control_plane.target) as view,
             ChatClient(gateway.url, returns="always") as client,
         ):
-            yield Pair(prefill, decode, view, client, free_blocks(view))
+            yield Pair(shape, prefill, decode, view, client, free_blocks(view))
 
 
 @pytest.fixture(autouse=True)
@@ -147,10 +178,10 @@ def nothing_leaked(pair: Pair) -> Iterator[None]:
         assert not hooks_failed(engine)
 
 
-def test_one_rank_and_two_exchange_heads_both_ways(pair: Pair, oracle: Oracle) -> None:
+def test_ranks_exchange_heads_both_ways(pair: Pair, oracle: Oracle) -> None:
     assert {x.ref.worker_id: x.num_ranks for x in pair.view.workers().values()} == {
-        PREFILL: 1,
-        DECODE: 2,
+        PREFILL: pair.shape.prefill,
+        DECODE: pair.shape.decode,
     }
     talk = Conversation("ranks", seed=60)
     returned = []
@@ -183,6 +214,9 @@ def test_one_rank_and_two_exchange_heads_both_ways(pair: Pair, oracle: Oracle) -
         (types_pb2.DIRECTION_RETURN, False),
     }
     assert {x.state for x in moved} == {lease_pb2.LEASE_STATE_COMPLETED}
+    pushed = {x.push for x in moved if x.direction == types_pb2.DIRECTION_FORWARD}
+    # What prefill has computed before is pulled in any case.
+    assert (True in pushed) == (pair.shape.forward == "push")
     # All heads of each block, whoever moved them.
     workers = pair.view.workers()
     assert workers[PREFILL].bytes_per_block == workers[DECODE].bytes_per_block

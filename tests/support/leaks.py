@@ -20,12 +20,20 @@ POLL_S = 0.1
 
 
 def free_blocks(view: ControlPlaneView) -> dict[str, int]:
-    """The workers' free blocks by worker id, as their last heartbeats had them."""
-    return {
-        worker_id: worker.pool.free_blocks
-        for worker_id, worker in view.workers().items()
-        if worker.pool.total_blocks
-    }
+    """The workers' free blocks by worker id, as heartbeats have them in which nothing runs: the
+    last one may be of when an engine warmed up. AssertionError while something goes on running."""
+    deadline = time.monotonic() + SETTLE_TIMEOUT_S
+    while True:
+        pools = {
+            worker_id: worker.pool
+            for worker_id, worker in view.workers().items()
+            if worker.pool.total_blocks
+        }
+        busy = [x for x, pool in pools.items() if pool.running_requests or pool.waiting_requests]
+        if not busy:
+            return {worker_id: pool.free_blocks for worker_id, pool in pools.items()}
+        assert time.monotonic() < deadline, f"still running: {', '.join(busy)}"
+        time.sleep(POLL_S)
 
 
 def leaks(view: ControlPlaneView, baseline: Mapping[str, int]) -> list[str]:
