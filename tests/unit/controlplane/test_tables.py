@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from kvshuttle.controlplane.model.agenda import Agenda, Due
+from kvshuttle.controlplane.model.bundles import ROWS
 from kvshuttle.controlplane.model.lease import Lease, Stop
 from kvshuttle.controlplane.model.lease_table import LeaseTable
 from kvshuttle.controlplane.model.packed import PackedLeases, PackedSessions
-from kvshuttle.controlplane.model.packing import Press
 from kvshuttle.controlplane.model.replica import Replica
 from kvshuttle.controlplane.model.session import Placement, Plan, Session, Turn, Usage
 from kvshuttle.controlplane.model.session_table import ReplicaTable, SessionTable
@@ -81,11 +81,12 @@ def replica(rng: random.Random) -> Replica:
 @pytest.mark.parametrize("seed", range(5))
 def test_sessions_and_replicas(hot: int, seed: int) -> None:
     rng = random.Random(seed)
-    keys = [SessionKey(f"t{i % 3}", f"s{i}") for i in range(12)]
+    # Enough of them to fill bundles, and to leave them half empty.
+    keys = [SessionKey(f"t{i % 3}", f"s{i}") for i in range(4 * ROWS)]
     table, plain = SessionTable(hot), {}
     replicas = ReplicaTable(table)
     held: dict[SessionKey, dict[tuple[str, bytes], Replica]] = {}
-    for _ in range(600):
+    for _ in range(2_500):
         key = SessionKey(*rng.choice(keys))
         match rng.randrange(6):
             case 0 | 1:
@@ -105,9 +106,11 @@ def test_sessions_and_replicas(hot: int, seed: int) -> None:
                 assert replicas.drop(key, name) == held[key].pop(name)
                 if not held[key]:
                     del held[key]
-        for one_key in keys:
-            assert table.active(one_key) is (one_key in plain and plain[one_key].active)
+        assert table.active(key) is (key in plain and plain[key].active)
     assert dict(table.items()) == plain
+    assert [key for key in keys if table.active(key)] == [
+        key for key in keys if key in plain and plain[key].active
+    ]
     assert list(table.values()) == [table[key] for key in table]
     assert {key: replicas[key] for key in replicas} == held
     for worker in ("w0", "w1", "w2"):
@@ -122,7 +125,7 @@ def test_sessions_and_replicas(hot: int, seed: int) -> None:
 
 def test_packed_sessions_are_taken_up() -> None:
     rng = random.Random(3)
-    known = [session(SessionKey("t", f"s{i}"), rng) for i in range(50)]
+    known = [session(SessionKey("t", f"s{i}"), rng) for i in range(5 * ROWS // 2)]
     table = SessionTable(hot=4)
     packed = PackedSessions(known)
     assert packed == known
@@ -141,14 +144,6 @@ def test_all_indexes_share_one_key() -> None:
     assert table.own(again) is first
     table[again] = session(again, random.Random(2))
     assert table.own(again) is first
-
-
-@settings(deadline=None)
-@given(st.lists(st.binary(max_size=800), min_size=1, max_size=60))
-def test_pressed_bytes_come_back(bodies: list[bytes]) -> None:
-    press = Press()
-    pressed = [press.press(body) for body in bodies]
-    assert [press.release(x) for x in pressed] == bodies
 
 
 def lease(epoch: int, seq: int, state: LeaseState, rng: random.Random) -> Lease:
@@ -301,6 +296,19 @@ def test_a_lease_that_is_extended_while_a_burst_is_worked_off_is_not_due() -> No
     table[fresh.lease_id] = replace(table[fresh.lease_id], state=LeaseState.EXPIRED)
     assert table.due(899, 9) == []
     assert table.due(900, 9) == [leases[2].lease_id]
+
+
+def test_a_lease_that_is_read_by_another_string_keeps_its_own() -> None:
+    table = LeaseTable(hot=0)
+    known = [lease(1, n, LeaseState.GRANTED, random.Random(n)) for n in range(1, 100)]
+    for one in known:
+        table[one.lease_id] = one
+    for one in known:
+        again = "".join(one.lease_id)
+        assert again is not one.lease_id
+        # The first look unpacks it, the second finds what the first has packed again.
+        for _ in range(2):
+            assert table[again].lease_id is one.lease_id
 
 
 def test_a_deadline_that_was_extended_among_many_is_the_leases() -> None:

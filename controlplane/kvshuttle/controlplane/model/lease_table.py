@@ -1,8 +1,8 @@
 """Leases. What is asked of many of them at once lies in columns; those that were touched lately
-are objects, the others bytes.
+are objects, the others rows in bundles.
 
 A renewal of a hundred thousand leases is then a few operations on arrays, and a lease costs as
-much memory as its bytes and 53 more.
+much memory as its row and 53 bytes more.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from msgspec.structs import replace
 
+from kvshuttle.controlplane.model.bundles import Bundle, Bundles
 from kvshuttle.controlplane.model.packed import TABLE_COLUMNS
-from kvshuttle.controlplane.model.packing import Press, lease_from_bytes, lease_to_bytes
+from kvshuttle.controlplane.model.packing import lease_from_bytes, lease_to_bytes
 from kvshuttle.controlplane.model.terms import LeaseState
 
 if TYPE_CHECKING:
@@ -89,9 +90,10 @@ class LeaseTable(MutableMapping[str, "Lease"]):
 
     def __init__(self, hot: int = 20_000) -> None:
         self._hot = hot
-        self._rows: dict[str, Lease | bytes] = {}
+        # Each itself, or the bundle in which its row is.
+        self._rows: dict[str, Lease | Bundle[str]] = {}
         self._warm: deque[str] = deque()
-        self._press = Press()
+        self._cold: Bundles[str] = Bundles()
         # In the order in which they ended.
         self.ended: dict[str, None] = {}
         # Open leases only, by slot.
@@ -134,9 +136,11 @@ class LeaseTable(MutableMapping[str, "Lease"]):
     # -- as a mapping --------------------------------------------------------------------------
     def __getitem__(self, lease_id: str) -> Lease:
         row = self._rows[lease_id]
-        if isinstance(row, bytes):
-            row = self._rows[lease_id] = self._unpack(lease_id, row)
-            self._warm.append(lease_id)
+        if isinstance(row, Bundle):
+            lease = self._unpack(lease_id, row)
+            self._drop(lease_id, row)
+            self._rows[lease_id] = row = lease
+            self._warm.append(lease.lease_id)
             self._cool()
         return self._current(row)
 
@@ -145,7 +149,7 @@ class LeaseTable(MutableMapping[str, "Lease"]):
         row = self._rows.get(lease_id)
         if row is None:
             return default
-        return self[lease_id] if isinstance(row, bytes) else self._current(row)
+        return self[lease_id] if isinstance(row, Bundle) else self._current(row)
 
     def _current(self, lease: Lease) -> Lease:
         """With the deadline of its column, which may have been extended among many."""
@@ -174,7 +178,7 @@ class LeaseTable(MutableMapping[str, "Lease"]):
     def peek(self, lease_id: str) -> Lease:
         """The lease, without keeping what had to be unpacked."""
         row = self._rows[lease_id]
-        if isinstance(row, bytes):
+        if isinstance(row, Bundle):
             row = self._unpack(lease_id, row)
         return self._current(row)
 
@@ -192,8 +196,10 @@ class LeaseTable(MutableMapping[str, "Lease"]):
 
     def __setitem__(self, lease_id: str, lease: Lease) -> None:
         before = self._rows.get(lease_id)
+        if isinstance(before, Bundle):
+            self._drop(lease_id, before)
         self._rows[lease_id] = lease
-        if before is None or isinstance(before, bytes):
+        if before is None or isinstance(before, Bundle):
             self._warm.append(lease_id)
             self._cool()
         if lease.state <= LeaseState.ACTIVE:
@@ -204,9 +210,11 @@ class LeaseTable(MutableMapping[str, "Lease"]):
                 self._leave(lease)
 
     def load(self, packed: PackedLeases) -> None:
-        """Takes up what a store gives, oldest first, into a table that is empty."""
+        """Takes up what a store gives, oldest first, into a table that is empty; the bundles are
+        the table's from then on."""
         assert not self._rows
-        self._rows = dict(zip(packed.ids, packed.bodies, strict=True))
+        self._rows = dict(zip(packed.ids, packed.places, strict=True))
+        self._cold = packed.bundles
         state = packed.column("state")
         is_open = state <= LeaseState.ACTIVE
         self.ended = dict.fromkeys(compress(packed.ids, (~is_open).tolist()))
@@ -234,8 +242,13 @@ class LeaseTable(MutableMapping[str, "Lease"]):
 
     def take(self, lease_id: str) -> Lease:
         """Takes a lease out. KeyError when it is not there."""
-        row = self._rows.pop(lease_id)
-        lease = self._unpack(lease_id, row) if isinstance(row, bytes) else row
+        row = self._rows[lease_id]
+        if isinstance(row, Bundle):
+            lease = self._unpack(lease_id, row)
+            self._drop(lease_id, row)
+        else:
+            lease = row
+        del self._rows[lease_id]
         self.ended.pop(lease_id, None)
         self._leave(lease)
         return lease
@@ -244,11 +257,16 @@ class LeaseTable(MutableMapping[str, "Lease"]):
         while len(self._warm) > self._hot:
             lease_id = self._warm.popleft()
             row = self._rows.get(lease_id)
-            if row is not None and not isinstance(row, bytes):
-                self._rows[lease_id] = self._press.press(lease_to_bytes(row))
+            if row is not None and not isinstance(row, Bundle):
+                self._rows[lease_id] = self._cold.put(lease_id, lease_to_bytes(row))
 
-    def _unpack(self, lease_id: str, row: bytes) -> Lease:
-        return lease_from_bytes(lease_id, self._press.release(row))
+    def _unpack(self, lease_id: str, bundle: Bundle[str]) -> Lease:
+        return lease_from_bytes(*self._cold.get(bundle, lease_id))
+
+    def _drop(self, lease_id: str, bundle: Bundle[str]) -> None:
+        """Whoever calls says what is in its place."""
+        for one, row in self._cold.drop(bundle, lease_id):
+            self._rows[one] = self._cold.put(one, row)
 
     # -- columns -------------------------------------------------------------------------------
     def slot(self, lease: Lease) -> int:

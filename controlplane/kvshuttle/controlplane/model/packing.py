@@ -6,62 +6,73 @@ default: what was packed without it can then be read.
 
 from __future__ import annotations
 
-import zlib
+from typing import TYPE_CHECKING
 
 import msgspec
-from msgspec import Raw, Struct
+from msgspec import Struct
 from msgspec.structs import force_setattr, replace
 
 from kvshuttle.controlplane.model.lease import Lease
 from kvshuttle.controlplane.model.replica import Replica
-from kvshuttle.controlplane.model.session import Placement, Session
-from kvshuttle.controlplane.model.terms import SessionKey, TurnState
+from kvshuttle.controlplane.model.session import Session
+from kvshuttle.controlplane.model.terms import SessionKey
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
 
 __all__ = [
-    "Press",
-    "RunningTurn",
+    "TurnHead",
     "lease_from_bytes",
     "lease_to_bytes",
+    "leases_without_ids",
     "replicas_from_bytes",
     "replicas_to_bytes",
-    "running_turns",
     "session_from_bytes",
     "session_to_bytes",
-    "worker_of_leg",
+    "turn_heads",
 ]
 
-_RUNS = int(TurnState.RUNNING)
 _NO_KEY = SessionKey("", "")
 _encode = msgspec.msgpack.Encoder().encode
 _session = msgspec.msgpack.Decoder(Session).decode
 _lease = msgspec.msgpack.Decoder(Lease).decode
 
 
-class RunningTurn(Struct, array_like=True, gc=False):
-    """As much of a Turn as a start looks at, which has a million of them before it. Its legs are as
-    they were packed: there are few different ones."""
+class _Passed(Struct, array_like=True, gc=False):
+    """A packed object that is passed over: cheaper than keeping it packed."""
+
+
+class _Boot(Struct, array_like=True, gc=False):
+    worker_id: str
+
+
+class _Leg(Struct, array_like=True, gc=False):
+    worker: _Boot
+
+
+class TurnHead(Struct, array_like=True, gc=False):
+    """As much of a Turn as a start looks at, which has a million of them before it."""
 
     number: int
     token: str
-    decode: Raw
-    plan: Raw
+    decode: _Leg
+    plan: _Passed
     begin_ns: int
     retention_ns: int
-    prefill: Raw
+    prefill: _Leg | None
     state: int
 
 
-class _Running(Struct, array_like=True, gc=False):
-    key: Raw
+class _Head(Struct, array_like=True, gc=False):
+    key: _Passed
     create_ns: int
     update_ns: int
     state: int = 1
     turn_count: int = 0
-    turns: tuple[RunningTurn, ...] = ()
+    turns: tuple[TurnHead, ...] = ()
 
 
-_placement = msgspec.msgpack.Decoder(Placement | None).decode
-_running = msgspec.msgpack.Decoder(_Running).decode
+_head = msgspec.msgpack.Decoder(_Head).decode
 _replicas = msgspec.msgpack.Decoder(tuple[Replica, ...]).decode
 
 
@@ -78,16 +89,9 @@ def session_from_bytes(key: SessionKey, body: bytes) -> Session:
     return session
 
 
-def worker_of_leg(leg: bytes) -> str:
-    """The worker of a turn's packed leg; empty where it has none."""
-    found = _placement(leg)
-    return found.worker.worker_id if found is not None else ""
-
-
-def running_turns(body: bytes) -> list[RunningTurn]:
-    """The turns of a packed session that run. msgspec.DecodeError, a ValueError, when it is
-    none."""
-    return [turn for turn in _running(body).turns if turn.state == _RUNS]
+def turn_heads(body: bytes) -> tuple[TurnHead, ...]:
+    """The turns of a packed session. msgspec.DecodeError, a ValueError, when it is none."""
+    return _head(body).turns
 
 
 def lease_to_bytes(lease: Lease) -> bytes:
@@ -102,6 +106,11 @@ def lease_from_bytes(lease_id: str, body: bytes) -> Lease:
     return lease
 
 
+def leases_without_ids(bodies: Iterable[bytes]) -> list[Lease]:
+    """Many at once. msgspec.DecodeError, a ValueError, when one is none."""
+    return [_lease(body) for body in bodies]
+
+
 def replicas_to_bytes(replicas: tuple[Replica, ...]) -> bytes:
     """Replicas of one session."""
     return _encode(replicas)
@@ -110,45 +119,3 @@ def replicas_to_bytes(replicas: tuple[Replica, ...]) -> bytes:
 def replicas_from_bytes(body: bytes) -> tuple[Replica, ...]:
     """The inverse."""
     return _replicas(body)
-
-
-class Press:
-    """Compresses bytes that resemble each other, with the first of them as the dictionary. Only
-    for memory: another process could not read it."""
-
-    SAMPLE = 16
-    _LEVEL = 1
-    _MEMORY = 5
-    """Of nine: a table of 8 KB to find repetitions by, which is cleared for each object, instead of
-    128. No object is so large that it would be found wanting."""
-    _WINDOW = -12
-    """Raw, with a window that holds the dictionary: an inflating stream needs 11 KB for a while."""
-
-    def __init__(self) -> None:
-        self._sample: list[bytes] = []
-        self._dictionary = b""
-
-    def press(self, body: bytes) -> bytes:
-        """A first byte says how the rest is to be read."""
-        if not self._dictionary:
-            self._sample.append(body)
-            if len(self._sample) < self.SAMPLE:
-                return b"\0" + body
-            self._dictionary = b"".join(self._sample)[-(1 << -self._WINDOW) + 512 :]
-            self._sample.clear()
-        deflate = zlib.compressobj(
-            self._LEVEL,
-            zlib.DEFLATED,
-            self._WINDOW,
-            self._MEMORY,
-            zlib.Z_DEFAULT_STRATEGY,
-            self._dictionary,
-        )
-        pressed = deflate.compress(body) + deflate.flush()
-        return b"\1" + pressed if len(pressed) < len(body) else b"\0" + body
-
-    def release(self, pressed: bytes) -> bytes:
-        """The inverse."""
-        if pressed[0] == 0:
-            return pressed[1:]
-        return zlib.decompressobj(self._WINDOW, self._dictionary).decompress(pressed[1:])

@@ -1,4 +1,5 @@
-"""Sessions and their replicas. Those that were touched lately are objects, the others bytes."""
+"""Sessions and their replicas. Those that were touched lately are objects, the others rows in
+bundles."""
 
 from __future__ import annotations
 
@@ -8,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from sortedcontainers import SortedList
 
+from kvshuttle.controlplane.model.bundles import Bundle, Bundles
 from kvshuttle.controlplane.model.packing import (
-    Press,
     replicas_from_bytes,
     replicas_to_bytes,
     session_from_bytes,
@@ -33,26 +34,26 @@ class SessionTable(MutableMapping["SessionKey", "Session"]):
 
     def __init__(self, hot: int = 10_000) -> None:
         self._hot = hot
-        # A session's slot, and by slot: its key (the one object that all indexes share), itself,
-        # its replicas, and whether it is active.
+        # A session's slot, and by slot: its key (the one object that all indexes share), itself
+        # and its replicas, or the bundles in which they are, and whether it is active.
         self._slot: dict[SessionKey, int] = {}
         self._keys: list[SessionKey | None] = []
-        self._rows: list[Session | bytes] = []
-        self._replicas: list[tuple[Replica, ...] | bytes] = []
+        self._rows: list[Session | Bundle[SessionKey] | None] = []
+        self._replicas: list[tuple[Replica, ...] | Bundle[SessionKey]] = []
         self._active = bytearray()
         self._free: list[int] = []
         # Slots in the order in which they became objects.
         self._warm: deque[int] = deque()
-        self._press = Press()
+        self._cold: Bundles[SessionKey] = Bundles()
+        self._cold_replicas: Bundles[SessionKey] = Bundles()
         self._ordered: Any = SortedList()
 
     # -- reading -------------------------------------------------------------------------------
     def __getitem__(self, key: SessionKey) -> Session:
-        slot = self._slot[key]
-        row = self._rows[slot]
-        if isinstance(row, bytes):
-            row = self._warm_up(slot, row)
-        return row
+        found = self.get(key)
+        if found is None:
+            raise KeyError(key)
+        return found
 
     def get(self, key: SessionKey, default: Session | None = None) -> Session | None:  # type: ignore[override]
         """The session, if it is there."""
@@ -60,7 +61,7 @@ class SessionTable(MutableMapping["SessionKey", "Session"]):
         if slot is None:
             return default
         row = self._rows[slot]
-        return self._warm_up(slot, row) if isinstance(row, bytes) else row
+        return self._warm_up(slot, row) if isinstance(row, Bundle) else row
 
     def peek(self, key: SessionKey) -> Session | None:
         """The session, if it is there, without keeping what had to be unpacked."""
@@ -68,7 +69,7 @@ class SessionTable(MutableMapping["SessionKey", "Session"]):
         if slot is None:
             return None
         row = self._rows[slot]
-        return self._unpack(slot, row) if isinstance(row, bytes) else row
+        return self._unpack(slot, row) if isinstance(row, Bundle) else row
 
     def __contains__(self, key: object) -> bool:
         return key in self._slot
@@ -87,7 +88,9 @@ class SessionTable(MutableMapping["SessionKey", "Session"]):
         """As `values`."""
         for key, slot in self._slot.items():
             row = self._rows[slot]
-            yield key, self._unpack(slot, row) if isinstance(row, bytes) else row
+            session = self._unpack(slot, row) if isinstance(row, Bundle) else row
+            assert session is not None
+            yield key, session
 
     def own(self, key: SessionKey) -> SessionKey:
         """The table's own object for a key, so that all indexes share one; else the key."""
@@ -112,7 +115,8 @@ class SessionTable(MutableMapping["SessionKey", "Session"]):
             slot = self._new(session.key)
             self._ordered.add(session.key)
             self._warm.append(slot)
-        elif isinstance(self._rows[slot], bytes):
+        elif isinstance(row := self._rows[slot], Bundle):
+            self._drop(slot, row)
             self._warm.append(slot)
         self._rows[slot] = session
         self._active[slot] = session.active
@@ -120,21 +124,25 @@ class SessionTable(MutableMapping["SessionKey", "Session"]):
             self._cool()
 
     def __delitem__(self, key: SessionKey) -> None:
-        slot = self._slot.pop(key)
+        slot = self._slot[key]
+        if isinstance(row := self._rows[slot], Bundle):
+            self._drop(slot, row)
+        self._drop_replicas(slot)
+        del self._slot[key]
         self._ordered.remove(key)
         self._keys[slot] = None
-        self._rows[slot] = b""
-        self._replicas[slot] = ()
+        self._rows[slot] = None
         self._active[slot] = False
         self._free.append(slot)
 
     def load(self, packed: PackedSessions) -> None:
-        """Takes up what a store gives, into a table that is empty; the columns are the table's from
-        then on."""
+        """Takes up what a store gives, into a table that is empty; the columns and the bundles are
+        the table's from then on."""
         assert not self._keys
         self._slot = dict(zip(packed.keys, range(len(packed)), strict=True))
         self._keys = list(packed.keys)
-        self._rows = list(packed.bodies)
+        self._rows = list(packed.places)
+        self._cold = packed.bundles
         self._replicas = [()] * len(packed)
         self._active = packed.active
         self._ordered.update(packed.keys)
@@ -146,7 +154,7 @@ class SessionTable(MutableMapping["SessionKey", "Session"]):
         else:
             slot = len(self._keys)
             self._keys.append(key)
-            self._rows.append(b"")
+            self._rows.append(None)
             self._replicas.append(())
             self._active.append(False)
         self._slot[key] = slot
@@ -159,26 +167,56 @@ class SessionTable(MutableMapping["SessionKey", "Session"]):
         if slot is None:
             return ()
         found = self._replicas[slot]
-        return replicas_from_bytes(found) if isinstance(found, bytes) else found
+        return self._unpack_replicas(slot, found) if isinstance(found, Bundle) else found
 
     def put_replicas(self, key: SessionKey, replicas: tuple[Replica, ...]) -> None:
         """Replaces them. KeyError when there is no such session."""
         slot = self._slot[key]
+        self._drop_replicas(slot)
         # A session that is packed has its replicas packed: nothing will come by to do it later.
-        packed = replicas and isinstance(self._rows[slot], bytes)
-        self._replicas[slot] = replicas_to_bytes(replicas) if packed else replicas
+        if replicas and isinstance(self._rows[slot], Bundle):
+            self._pack_replicas(slot, replicas)
+        else:
+            self._replicas[slot] = replicas
 
     # -- packing -------------------------------------------------------------------------------
-    def _unpack(self, slot: int, row: bytes) -> Session:
+    def _own(self, slot: int) -> SessionKey:
         key = self._keys[slot]
         assert key is not None
-        return session_from_bytes(key, self._press.release(row))
+        return key
 
-    def _warm_up(self, slot: int, row: bytes) -> Session:
-        session = self._rows[slot] = self._unpack(slot, row)
+    def _unpack(self, slot: int, bundle: Bundle[SessionKey]) -> Session:
+        return session_from_bytes(*self._cold.get(bundle, self._own(slot)))
+
+    def _unpack_replicas(self, slot: int, bundle: Bundle[SessionKey]) -> tuple[Replica, ...]:
+        _, row = self._cold_replicas.get(bundle, self._own(slot))
+        return replicas_from_bytes(row)
+
+    def _pack_replicas(self, slot: int, replicas: tuple[Replica, ...]) -> None:
+        row = replicas_to_bytes(replicas)
+        self._replicas[slot] = self._cold_replicas.put(self._own(slot), row)
+
+    def _drop(self, slot: int, bundle: Bundle[SessionKey]) -> None:
+        """Whoever calls says what is in its place."""
+        for key, row in self._cold.drop(bundle, self._own(slot)):
+            self._rows[self._slot[key]] = self._cold.put(key, row)
+
+    def _drop_replicas(self, slot: int) -> None:
+        bundle = self._replicas[slot]
+        self._replicas[slot] = ()
+        if isinstance(bundle, Bundle):
+            for key, row in self._cold_replicas.drop(bundle, self._own(slot)):
+                self._replicas[self._slot[key]] = self._cold_replicas.put(key, row)
+
+    def _warm_up(self, slot: int, bundle: Bundle[SessionKey]) -> Session:
+        session = self._unpack(slot, bundle)
+        self._drop(slot, bundle)
+        self._rows[slot] = session
         replicas = self._replicas[slot]
-        if isinstance(replicas, bytes):
-            self._replicas[slot] = replicas_from_bytes(replicas)
+        if isinstance(replicas, Bundle):
+            unpacked = self._unpack_replicas(slot, replicas)
+            self._drop_replicas(slot)
+            self._replicas[slot] = unpacked
         self._warm.append(slot)
         if len(self._warm) > self._hot:
             self._cool()
@@ -187,12 +225,12 @@ class SessionTable(MutableMapping["SessionKey", "Session"]):
     def _cool(self) -> None:
         slot = self._warm.popleft()
         row = self._rows[slot]
-        if isinstance(row, bytes):
+        if row is None or isinstance(row, Bundle):
             return  # it has gone
-        self._rows[slot] = self._press.press(session_to_bytes(row))
+        self._rows[slot] = self._cold.put(self._own(slot), session_to_bytes(row))
         replicas = self._replicas[slot]
-        if replicas and not isinstance(replicas, bytes):
-            self._replicas[slot] = replicas_to_bytes(replicas)
+        if replicas and not isinstance(replicas, Bundle):
+            self._pack_replicas(slot, replicas)
 
 
 class ReplicaTable(Mapping["SessionKey", "dict[tuple[str, bytes], Replica]"]):

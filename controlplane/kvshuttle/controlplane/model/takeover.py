@@ -13,7 +13,6 @@ from kvshuttle.controlplane.model import turn_events
 from kvshuttle.controlplane.model.agenda import Due
 from kvshuttle.controlplane.model.lease_table import LeaseTable
 from kvshuttle.controlplane.model.packed import PackedLeases, PackedSessions
-from kvshuttle.controlplane.model.packing import worker_of_leg
 from kvshuttle.controlplane.model.prefixes import PrefixIndex
 from kvshuttle.controlplane.model.session_table import SessionTable
 from kvshuttle.controlplane.model.state import REVISIONS_PER_EPOCH, State
@@ -140,9 +139,7 @@ def _take_over_sessions(w: Work, sessions: PackedSessions) -> None:
     state.agenda.add_all(due_ns, Due.SESSION, keys)
     names = [keys[at] for at in sessions.running]
     state.turns.update(zip(sessions.tokens, names, strict=True))
-    for leg, count in sessions.legs.items():
-        if worker_id := worker_of_leg(leg):
-            state.turns_on[worker_id] += count
+    state.turns_on.update(sessions.turns_on)
     for tenant, count in Counter(key.tenant for key in names).items():
         state.ledger.turns.add(tenant, count)
     # As many times anew as there are restarts: a gateway may not have been able to end it.
