@@ -36,8 +36,6 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> Iterator[DemoCluster]:
     directory: Path = tmp_path_factory.mktemp("demo")
     with Stack() as stack:
         demo = DemoCluster(stack, SMOLLM2, directory, plant_wrong_kv=False)
-        # Short turns too go to prefill: what is moved is what is looked at.
-        demo.control_plane.extra_args = ["--direct-tokens", "0"]
         stack.start(demo.control_plane)
         stack.start(demo.prefill, demo.decode)
         stack.wait_registered(demo.control_plane.target, [PREFILL, DECODE])
