@@ -221,6 +221,17 @@ def test_arguments_that_are_nested_far_too_deep_are_a_text() -> None:
         assert isinstance(piece[2], str)
 
 
+@pytest.mark.parametrize("given", [None, "", "{}", " {} ", {}])
+def test_a_call_without_arguments_is_the_same_however_that_is_said(given: Any) -> None:
+    """Engines stream none at all, or `{}`; frameworks parse what came and write it anew."""
+    call = {"function": {"name": "now", "arguments": given}}
+    assert of_request("chat", [assistant(None, tool_calls=[call])]) == [["call", "now", "{}"]]
+    use = {"type": "tool_use", "id": "t", "name": "now", "input": given}
+    assert of_request("messages", [assistant([use])]) == [["call", "now", "{}"]]
+    item = {"type": "function_call", "call_id": "c", "name": "now", "arguments": given}
+    assert of_request("responses", [item]) == [["call", "now", "{}"]]
+
+
 def test_a_completion_goes_on_where_its_answer_ended() -> None:
     prompt = "".join(map(str, range(200)))
     listener = DIALECTS["completions"].listener({"prompt": [prompt]})

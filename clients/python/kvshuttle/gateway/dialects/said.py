@@ -115,7 +115,9 @@ def _blocks(content: Any) -> list[Any]:
 def _call(name: Any, arguments: Any) -> list[Any]:
     try:
         if isinstance(arguments, str):
-            arguments = json.loads(arguments)
+            arguments = json.loads(arguments or "{}")
+        if arguments is None:
+            arguments = {}
         arguments = json.dumps(arguments, sort_keys=True, separators=(",", ":"))
     except (ValueError, RecursionError):
         pass
