@@ -60,7 +60,7 @@ FOREIGN = {
         *("cacert", "cert", "exclude-path", "http2-prior-knowledge", "key", "list-services"),
         *("protocol", "reflect-header"),
     },
-    "docker": {"build", "rm"},
+    "docker": {"build", "profile", "rm"},
     "Dockerfile": {"create-home", "from", "home-dir", "system", "uid"},
     "helm": {"create-namespace"},
     "pip": {"no-cache-dir", "no-deps"},

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +165,18 @@ def test_the_alerts_are_the_ones_of_deploy_prometheus() -> None:
         for endpoint in one["spec"]["podMetricsEndpoints"]
     }
     assert jobs == {"kvshuttle-controlplane", "kvshuttle-gateway"}
+
+
+def test_the_dashboards_are_the_ones_of_deploy_grafana() -> None:
+    maps = [
+        one
+        for one in render(values("engines"))
+        if one["kind"] == "ConfigMap" and one["metadata"]["labels"].get("grafana_dashboard") == "1"
+    ]
+    found = {name: json.loads(text) for one in maps for name, text in one["data"].items()}
+    shipped = sorted((DEPLOY / "grafana").glob("*.json"))
+    assert found == {f"kvshuttle-{path.name}": json.loads(path.read_text()) for path in shipped}
+    assert len(maps) == len(shipped) == 4
 
 
 def test_engines_are_reached_by_gateways_and_by_each_other_alone() -> None:

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
 from kvshuttle.controlplane import settings as controlplane
@@ -71,6 +72,67 @@ def test_the_agents_take_their_configuration(tmp_path: Path) -> None:
         config = checked(command[command.index("--kv-transfer-config") + 1], tmp_path)
         assert (config.worker_id, config.role, config.url) == (name, role, f"http://{name}:8000")
         assert config.control_plane == "controlplane:7401"
+
+
+def mounts(service: str) -> dict[str, Path]:
+    """Files and folders of the repository by where the container has them."""
+    found = {}
+    for volume in services()[service]["volumes"]:
+        source, target = volume.split(":")[:2]
+        if source.startswith("."):
+            found[target] = (FILE.parent / source).resolve()
+    return found
+
+
+@pytest.mark.parametrize("service", sorted(services()))
+def test_what_is_mounted_exists(service: str) -> None:
+    named = yaml.safe_load(FILE.read_text(encoding="utf-8"))["volumes"]
+    for volume in services()[service].get("volumes", ()):
+        assert volume.startswith(".") or volume.split(":")[0] in named, volume
+    assert all(path.exists() for path in mounts(service).values())
+
+
+def test_prometheus_gets_a_configuration_that_it_takes(tmp_path: Path) -> None:
+    found = mounts("prometheus")
+    command = services()["prometheus"]["command"]
+    config = next(one for one in command if one.startswith("--config.file=")).partition("=")[2]
+    folder = tmp_path / "prometheus"
+    folder.mkdir()
+    for target, source in found.items():
+        assert Path(target).parent == Path(config).parent
+        shutil.copy(source, folder / Path(target).name)
+    text = found[config].read_text(encoding="utf-8")
+    for host, port in re.findall(r'"([\w-]+):(\d+)"', text):
+        assert port in str(services()[host]), f"{host} does not listen at {port}"
+    assert set(re.findall(r"job_name: (kvshuttle-\S+)", text)) == set(
+        re.findall(r"job_name: (\S+)", (DEPLOY / "prometheus/scrape.yaml").read_text())
+    )
+    program = shutil.which("promtool")
+    if program is None:
+        pytest.skip("promtool is not installed (Debian's package prometheus has it)")
+    ran = subprocess.run(
+        [program, "check", "config", folder / Path(config).name],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stdout + ran.stderr
+
+
+def test_grafana_finds_its_dashboards_and_its_source() -> None:
+    found = mounts("grafana")
+    provisioning = "/etc/grafana/provisioning"
+    boards = yaml.safe_load(found[f"{provisioning}/dashboards/kvshuttle.yaml"].read_text())
+    (provider,) = boards["providers"]
+    assert found[provider["options"]["path"]] == DEPLOY / "grafana"
+    sources = yaml.safe_load(found[f"{provisioning}/datasources/kvshuttle.yaml"].read_text())
+    (source,) = sources["datasources"]
+    # The dashboards' variable takes the one of this kind.
+    assert (source["type"], source["isDefault"]) == ("prometheus", True)
+    host = source["url"].removeprefix("http://").partition(":")[0]
+    assert host in services()
+    home = services()["grafana"]["environment"]["GF_DASHBOARDS_DEFAULT_HOME_DASHBOARD_PATH"]
+    assert (found[str(Path(home).parent)] / Path(home).name).is_file()
 
 
 def test_nothing_is_open_to_the_network() -> None:
