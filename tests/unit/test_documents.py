@@ -63,6 +63,7 @@ FOREIGN = {
     "docker": {"build", "profile", "rm"},
     "Dockerfile": {"create-home", "from", "home-dir", "system", "uid"},
     "helm": {"create-namespace"},
+    "Prometheus": {"storage"},
     "pip": {"no-cache-dir", "no-deps"},
     "systemctl": {"now"},
     "vllm": {
