@@ -33,8 +33,8 @@ class DemoCluster:
     def __init__(self, stack: Stack, model: Path, directory: Path, *, plant_wrong_kv: bool) -> None:
         self._stack = stack
         cpus = engine_cpus()
-        # Short turns would run at decode alone, where their KV is. Here it is to be seen moving, in a
-        # chat of the user's own too.
+        # Short turns would run at decode alone, where their KV is. Here it is to be seen moving, in
+        # a chat of the user's own too.
         self.control_plane = ControlPlane(directory=directory, extra_args=["--direct-tokens", "0"])
         faults = {"fault_corrupt_returned_block": True} if plant_wrong_kv else {}
         target = self.control_plane.target
