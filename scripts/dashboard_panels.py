@@ -58,10 +58,13 @@ def quantiles(metric: str, by: str = "", where: str = "") -> tuple[tuple[str, st
     )
 
 
-def rate(metric: str, by: str, where: str = "") -> tuple[tuple[str, str], ...]:
-    """A counter's rate by labels."""
+def rate(
+    metric: str, by: str, where: str = "", *, zeros: bool = True
+) -> tuple[tuple[str, str], ...]:
+    """A counter's rate by labels; `zeros`: also where it stands still."""
     legend = " ".join(f"{{{{{label.strip()}}}}}" for label in by.split(","))
-    return ((f"sum by ({by}) (rate({metric}{where}{RATE}))", legend),)
+    query = f"sum by ({by}) (rate({metric}{where}{RATE}))"
+    return ((query if zeros else f"{query} > 0", legend),)
 
 
 PREFILL = '{leg="PREFILL"}'
@@ -204,7 +207,8 @@ OVERVIEW = Board(
                     "Calls refused",
                     "By the control plane, by reason.",
                     "ops",
-                    rate("kvshuttle_rpc_errors_total", "method, reason"),
+                    # Every method begins with a zero for each of two reasons.
+                    rate("kvshuttle_rpc_errors_total", "method, reason", zeros=False),
                     "stack",
                 ),
             ),
