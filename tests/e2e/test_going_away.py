@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from kvshuttle.localstack import user
+from kvshuttle.localstack.chat import RETURN_HEADER
 from kvshuttle.localstack.metrics import scrape
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from kvshuttle.v1 import types_pb2
@@ -55,7 +56,12 @@ class Request:
             "POST",
             "/v1/chat/completions",
             json.dumps(body),
-            {"X-Session-ID": talk.session, "Content-Type": "application/json"},
+            {
+                "X-Session-ID": talk.session,
+                # As in conftest.py: a transfer is tested, not whether it pays.
+                RETURN_HEADER: "always",
+                "Content-Type": "application/json",
+            },
         )
 
     def lines(self, count: int) -> None:

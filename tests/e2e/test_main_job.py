@@ -302,8 +302,9 @@ def test_a_transfer_that_stands_still_and_decode_killed_during_another(
     cluster: Cluster, oracle: Oracle
 ) -> None:
     """Both are recomputed. One test, for an engine takes its time to start again."""
-    talk = Conversation("stalled", seed=41)
+    talk, other = Conversation("stalled", seed=41), Conversation("killed-during", seed=45)
     turn(cluster, oracle, talk)
+    turn(cluster, oracle, other)
     cluster.forget_prefill()
     start = time.monotonic()
     with cluster.faults(PREFILL, stall_reads=True):
@@ -318,15 +319,12 @@ def test_a_transfer_that_stands_still_and_decode_killed_during_another(
         "the landing blocks are in quarantine",
     )
 
-    talk = Conversation("killed-during", seed=45)
-    turn(cluster, oracle, talk)
-    cluster.forget_prefill()
-    messages = talk.say()
+    messages = other.say()
     with cluster.faults(PREFILL, delay_read_s=2.0), ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(cluster.client.ask, messages, session=talk.session, max_tokens=16)
+        asked = pool.submit(cluster.client.ask, messages, session=other.session, max_tokens=16)
         wait_until(
             lambda: any(
-                x.state == lease_pb2.LEASE_STATE_ACTIVE and x.session_id == talk.session
+                x.state == lease_pb2.LEASE_STATE_ACTIVE and x.session_id == other.session
                 for x in cluster.view.open_leases()
             ),
             "a transfer is under way",
