@@ -2,9 +2,9 @@
 
     python scripts/run_tests.py [arguments of pytest]
 
-What starts no engine waits most of its time for programs to start and stop, so it runs in as many
-processes as there are cores; so do the simulations, most of which use one core each. Engines use
-every core themselves: they have the machine to themselves.
+What starts no engine waits most of its time for programs to start and stop, so it runs in half as
+many processes again as there are cores; the simulations, most of which use one core each, in as
+many. Engines use every core themselves: they have the machine to themselves.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ import sys
 import time
 from collections import Counter
 
+PROCESSES = str(len(os.sched_getaffinity(0)) * 3 // 2)
 KINDS = {
-    "the rest": ("tests", "-m", "not simulation", "--ignore", "tests/e2e", "-n", "auto"),
+    "the rest": ("tests", "-m", "not simulation", "--ignore", "tests/e2e", "-n", PROCESSES),
     "simulation": ("tests", "-m", "simulation", "-n", "auto", "--dist", "worksteal"),
     "engines": ("tests/e2e", "-m", "not long"),
 }

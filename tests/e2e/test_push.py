@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 
 import pytest
 
-from kvshuttle.localstack import local_http, user
+from kvshuttle.localstack import Answer, Message, local_http, user
 from kvshuttle.localstack.metrics import EXTERNAL_HITS
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from kvshuttle.v1 import types_pb2
@@ -84,12 +86,52 @@ def being_written(cluster: Cluster, session: str) -> bool:
     return any(x.state == lease_pb2.LEASE_STATE_ACTIVE for x in pushes(cluster, session))
 
 
+def begun(cluster: Cluster, session: str) -> bool:
+    """Whether a push of the session is under way, or it was given up for a read."""
+    return any(x.state > lease_pb2.LEASE_STATE_GRANTED for x in pushes(cluster, session))
+
+
+@contextmanager
+def under_way(
+    cluster: Cluster, name: str, seed: int
+) -> Iterator[tuple[Conversation, list[Message], Future[Answer]]]:
+    """A conversation whose first turn's prompt is being written, and its answer to come. Writes
+    wait, so that it goes on for a while. Where decode's offer of a landing zone comes after prefill
+    has computed, the prompt is read instead: then another conversation."""
+    with cluster.faults(PREFILL, delay_layer_s=DELAY_S), ThreadPoolExecutor(1) as pool:
+        for number in tries("a prompt is being written"):
+            talk = Conversation(f"{name}-{number}", seed=seed * 10 + number)
+            messages = talk.say(LONG)
+            asked = pool.submit(cluster.client.ask, messages, session=talk.session, max_tokens=16)
+            wait_until(partial(written_or_done, cluster, talk.session, asked), "it is written")
+            if not asked.done():
+                break
+        yield talk, messages, asked
+
+
+def written_or_done(cluster: Cluster, session: str, asked: Future[Answer]) -> bool:
+    return being_written(cluster, session) or asked.done()
+
+
 def test_turns_are_pushed_and_only_what_decode_lacks(cluster: Cluster, oracle: Oracle) -> None:
-    talk = Conversation("push", seed=80)
+    for number in tries("decode's offers come in time for three turns"):
+        talk = Conversation(f"push-{number}", seed=800 + number)
+        if three_turns(cluster, oracle, talk):
+            break
+    ended = cluster.view.session(talk.session).turns[-1]
+    assert (ended.plan.forward_mode, ended.plan.forward_reason) == (2, "CONFIGURED")
+
+
+def three_turns(cluster: Cluster, oracle: Oracle, talk: Conversation) -> bool:
+    """Checks what three turns push; False where one was read instead, because decode's offer of a
+    landing zone came after prefill had computed."""
     whole = 0
     for number in range(1, 4):
         before = loaded_tokens(cluster)
         turn(cluster, oracle, talk, words=LONG, tolerance=RECOMPUTED_TOLERANCE)
+        wait_until(partial(begun, cluster, talk.session), "its KV is on its way")
+        if any(x.end_reason == "PULLED_INSTEAD" for x in pushes(cluster, talk.session)):
+            return False
         lease = completed(cluster, talk.session, number)[0]
         prompt = oracle.answer(talk.messages[:-1]).prompt_tokens
         # Up to the last token, which is computed; from what decode had of the turn before.
@@ -101,8 +143,7 @@ def test_turns_are_pushed_and_only_what_decode_lacks(cluster: Cluster, oracle: O
         bytes_a_block = cluster.view.workers()[DECODE].bytes_per_block
         assert lease.stats.bytes == lease.stats.blocks * bytes_a_block
         whole = prompt // BLOCK
-    ended = cluster.view.session(talk.session).turns[-1]
-    assert (ended.plan.forward_mode, ended.plan.forward_reason) == (2, "CONFIGURED")
+    return True
 
 
 def test_a_prompt_in_chunks(cluster: Cluster, oracle: Oracle) -> None:
@@ -182,13 +223,17 @@ def test_a_client_that_goes_away_strands_nothing(
 
 
 def test_a_client_that_goes_away_while_it_is_written(cluster: Cluster, oracle: Oracle) -> None:
-    talk = Conversation("push-cancel-midst", seed=87)
     with cluster.faults(PREFILL, delay_layer_s=DELAY_S):
-        request = Request(cluster, talk, [user(text(LONG, 870))])
-        try:
-            wait_until(lambda: being_written(cluster, talk.session), "it is being written")
-        finally:
-            request.hang_up()
+        for number in tries("a prompt is being written"):
+            talk = Conversation(f"push-cancel-midst-{number}", seed=870 + number)
+            request = Request(cluster, talk, [user(text(LONG, 8_700 + number))])
+            try:
+                wait_until(partial(begun, cluster, talk.session), "its KV is on its way")
+                found = being_written(cluster, talk.session)
+            finally:
+                request.hang_up()
+            if found:
+                break
         wait_until(lambda: not cluster.view.open_leases(), "the lease has ended")
     turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
 
@@ -223,11 +268,7 @@ def test_a_push_that_stands_still_and_prefill_killed_in_the_midst_of_another(
     wait_until(lambda: quarantined() > 0, "the landing blocks are in quarantine")
     stalled = quarantined()
 
-    talk = Conversation("push-prefill-killed", seed=90)
-    messages = talk.say(LONG)
-    with cluster.faults(PREFILL, delay_layer_s=DELAY_S), ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(cluster.client.ask, messages, session=talk.session, max_tokens=16)
-        wait_until(lambda: being_written(cluster, talk.session), "it is being written")
+    with under_way(cluster, "push-prefill-killed", 90) as (talk, messages, asked):
         cluster.prefill.kill()
         answer = asked.result()
     oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
@@ -241,11 +282,7 @@ def test_a_push_that_stands_still_and_prefill_killed_in_the_midst_of_another(
 
 
 def test_decode_killed_in_the_midst(cluster: Cluster, oracle: Oracle) -> None:
-    talk = Conversation("push-decode-killed", seed=91)
-    messages = talk.say(LONG)
-    with cluster.faults(PREFILL, delay_layer_s=DELAY_S), ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(cluster.client.ask, messages, session=talk.session, max_tokens=16)
-        wait_until(lambda: being_written(cluster, talk.session), "it is being written")
+    with under_way(cluster, "push-decode-killed", 91) as (talk, messages, asked):
         cluster.decode.kill()
         answer = asked.result()
     oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
@@ -255,11 +292,7 @@ def test_decode_killed_in_the_midst(cluster: Cluster, oracle: Oracle) -> None:
 
 
 def test_the_control_plane_killed_in_the_midst(cluster: Cluster, oracle: Oracle) -> None:
-    talk = Conversation("push-cp-killed", seed=92)
-    messages = talk.say(LONG)
-    with cluster.faults(PREFILL, delay_layer_s=DELAY_S), ThreadPoolExecutor(1) as pool:
-        asked = pool.submit(cluster.client.ask, messages, session=talk.session, max_tokens=16)
-        wait_until(lambda: being_written(cluster, talk.session), "it is being written")
+    with under_way(cluster, "push-cp-killed", 92) as (_, messages, asked):
         cluster.control_plane.kill()
         answer = asked.result()
     oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)

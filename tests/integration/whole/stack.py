@@ -108,9 +108,9 @@ class ObedientAgent(Agent):
         )
 
     async def _push(self, turn: pb.ExpectTurn) -> None:
-        """Decode offers where prefill is to write; prefill computes, and writes when granted."""
+        """Decode offers where prefill is to write. Prefill computes when it may write there, or it
+        would be done before."""
         if turn.leg == types.LEG_PREFILL:
-            await self._compute(turn)
             return
         chain = hashes(turn.session_id, BLOCKS_OF_A_TURN * turn.turn)
         await self.say(
@@ -140,6 +140,9 @@ class ObedientAgent(Agent):
         outcome = self.outcome_of(grant)
         blocks = grant.blocks.range.end
         if grant.push:
+            for turn in self.expected:
+                if turn.push.lease_id == grant.lease_id:
+                    await self._compute(turn)
             await self._written(grant, blocks)
             return
         if outcome == pb.TRANSFER_OUTCOME_PUBLISHED:
