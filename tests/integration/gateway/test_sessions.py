@@ -101,6 +101,12 @@ async def test_refusals_name_the_reason(gateway: RunningGateway, cluster: Cluste
     assert away.json()["error"]["code"] == "UNAVAILABLE"
 
 
+async def test_a_remedy_is_said_once(gateway: RunningGateway) -> None:
+    refused = await gateway.http.delete(PATH + "a" * 300)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].count("at most 256 characters") == 1
+
+
 async def test_a_tenant_sees_its_own_sessions(cluster: Cluster, tmp_path: Path) -> None:
     keys = tmp_path / "keys.yaml"
     lines = [f"{hashlib.sha256(t.encode()).hexdigest()}: {t}\n" for t in ("acme", "other")]

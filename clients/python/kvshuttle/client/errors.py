@@ -37,8 +37,10 @@ class KVShuttleError(Exception):
         remedy: str = "",
         retry_after_s: float | None = None,
     ) -> None:
-        text = f"{code.name}: {message}" if not reason else f"{code.name} ({reason}): {message}"
-        super().__init__(f"{text} {remedy}".rstrip())
+        self.explanation = message if remedy in message else f"{message} {remedy}".strip()
+        """The message with its remedy, which some servers' messages say already."""
+        where = f"{code.name} ({reason})" if reason else code.name
+        super().__init__(f"{where}: {self.explanation}".rstrip())
         self.message = message
         self.code = code
         self.reason = reason

@@ -137,7 +137,7 @@ def _refusal(error: KVShuttleError) -> errors.ApiError:
     if not error.reason and status >= 500:
         text = "The control plane cannot be asked now. Requests go on without it; try again."
     else:
-        text = f"{error.message} {error.remedy}".strip()
+        text = error.explanation
     return errors.ApiError(
         status, text, kind=kind, code=error.reason or error.code.name, headers=headers
     )
