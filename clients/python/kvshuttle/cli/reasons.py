@@ -302,9 +302,9 @@ _LEGS = {
         "the source's engine step is long: look at its load",
     ),
     "UNKNOWN_TURN": Reason(
-        "the engine got a request whose turn was never announced to it",
-        "the agent's stream was down, or the request did not come from a gateway of this control "
-        "plane",
+        "the engine got a request whose turn was never announced to it, or is over",
+        "its session was ended meanwhile, the agent's stream was down, or the request did not come "
+        "from a gateway of this control plane",
     ),
     "CONTROL_PLANE_DOWN": Reason(
         "the agent had no connection to the control plane",
