@@ -73,7 +73,7 @@ test: ## lint and all tests, those on real engines too
 	@$(BIN)/python scripts/run_tests.py $(ARGS)
 
 test-fast: lint ## lint and the tests that need no engine and little time
-	@$(BIN)/python -m pytest tests -n $$(($$(nproc) * 3 / 2)) -m "not engines and not simulation and not slow" --durations=5 $(ARGS)
+	@$(BIN)/python scripts/run_tests.py --fast $(ARGS)
 
 test-long: model ## tests on engines of two ranks each, which make test leaves out
 	@$(BIN)/python -m pytest tests/e2e -m long $(ARGS)

@@ -1,10 +1,11 @@
 """Runs all tests, each kind as suits it, and ends with one line for all in pytest's manner.
 
-    python scripts/run_tests.py [arguments of pytest]
+    python scripts/run_tests.py [--fast] [arguments of pytest]
 
 What starts no engine waits most of its time for programs to start and stop, so it runs in half as
 many processes again as there are cores; the simulations, most of which use one core each, in as
-many. Engines use every core themselves: they have the machine to themselves.
+many. Engines use every core themselves: they have the machine to themselves. `--fast`: only what
+needs no engine and little time.
 """
 
 from __future__ import annotations
@@ -17,10 +18,13 @@ import time
 from collections import Counter
 
 PROCESSES = str(len(os.sched_getaffinity(0)) * 3 // 2)
-KINDS = {
+KINDS: dict[str, tuple[str, ...]] = {
     "the rest": ("tests", "-m", "not simulation", "--ignore", "tests/e2e", "-n", PROCESSES),
     "simulation": ("tests", "-m", "simulation", "-n", "auto", "--dist", "worksteal"),
     "engines": ("tests/e2e", "-m", "not long"),
+}
+FAST: dict[str, tuple[str, ...]] = {
+    "fast": ("tests", "-m", "not engines and not simulation and not slow", "-n", PROCESSES),
 }
 NOTHING_CHOSEN = 5  # pytest's exit status when an argument, such as -k, leaves no test
 CLOSING = re.compile(r"^=+ (.*\d.*) in [\d.]+s.*=+$")
@@ -29,9 +33,12 @@ CLOSING = re.compile(r"^=+ (.*\d.*) in [\d.]+s.*=+$")
 def main(arguments: list[str]) -> int:
     """See the module; the exit status is the first of a kind that failed."""
     began = time.monotonic()
+    kinds = KINDS
+    if arguments[:1] == ["--fast"]:
+        kinds, arguments = FAST, arguments[1:]
     total: Counter[str] = Counter()
     states = {}
-    for kind, chosen in KINDS.items():
+    for kind, chosen in kinds.items():
         print(f"== {kind}", flush=True)
         states[kind], counts = run([*chosen, *arguments])
         total += counts

@@ -54,6 +54,16 @@ def tries(what: str, times: int = 5) -> Iterator[int]:
     raise AssertionError(f"not once in {times} attempts: {what}")
 
 
+def transferring(cluster: Cluster, session: str, direction: types_pb2.Direction.ValueType) -> bool:
+    """Whether a lease of the session is being read under."""
+    return any(
+        x.session_id == session
+        and x.direction == direction
+        and x.state == lease_pb2.LEASE_STATE_ACTIVE
+        for x in cluster.view.open_leases()
+    )
+
+
 def has_moved(cluster: Cluster, session: str, direction: types_pb2.Direction.ValueType) -> bool:
     """Whether the session's newest lease of this direction has moved something, once none of them
     is open."""

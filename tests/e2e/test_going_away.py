@@ -17,10 +17,9 @@ import pytest
 from kvshuttle.localstack import user
 from kvshuttle.localstack.chat import RETURN_HEADER
 from kvshuttle.localstack.metrics import scrape
-from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from kvshuttle.v1 import types_pb2
 from tests.e2e.conftest import DECODE, PREFILL, Cluster
-from tests.e2e.steps import BLOCK, turn, wait_until
+from tests.e2e.steps import BLOCK, transferring, turn, wait_until
 from tests.support.conversation import RECOMPUTED_TOLERANCE, Conversation, Oracle, text
 from tests.support.leaks import assert_nothing_leaked, leaks
 
@@ -81,16 +80,6 @@ class Request:
     def hang_up(self) -> None:
         """Closes the socket."""
         self._connection.close()
-
-
-def transferring(cluster: Cluster, talk: Conversation, direction: int) -> bool:
-    """Whether a lease of the session is being read under."""
-    return any(
-        x.session_id == talk.session
-        and x.direction == direction
-        and x.state == lease_pb2.LEASE_STATE_ACTIVE
-        for x in cluster.view.open_leases()
-    )
 
 
 def prepared(cluster: Cluster, oracle: Oracle, name: str, seed: int) -> Conversation:
@@ -158,12 +147,18 @@ def test_a_client_goes_away_while_a_program_does_not_answer(
     ],
 )
 def test_a_client_goes_away_during_a_transfer(
-    cluster: Cluster, oracle: Oracle, direction: int, reader: str, phase: str
+    cluster: Cluster,
+    oracle: Oracle,
+    direction: types_pb2.Direction.ValueType,
+    reader: str,
+    phase: str,
 ) -> None:
     talk = prepared(cluster, oracle, f"gone-transfer-{phase}", 61)
     with cluster.faults(reader, delay_read_s=2.0):
         request = Request(cluster, talk, next_prompt(talk))
-        wait_until(lambda: transferring(cluster, talk, direction), "a transfer is under way")
+        wait_until(
+            lambda: transferring(cluster, talk.session, direction), "a transfer is under way"
+        )
         gone_in(cluster, request, phase)
     turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
 

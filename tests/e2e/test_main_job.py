@@ -17,7 +17,7 @@ from kvshuttle.localstack import local_http, user
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from kvshuttle.v1 import types_pb2
 from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster, reset_cache
-from tests.e2e.steps import BLOCK, ask, has_moved, tries, turn, wait_until
+from tests.e2e.steps import BLOCK, ask, has_moved, transferring, tries, turn, wait_until
 from tests.support.conversation import (
     RECOMPUTED_TOLERANCE,
     Conversation,
@@ -323,10 +323,7 @@ def test_a_transfer_that_stands_still_and_decode_killed_during_another(
     with cluster.faults(PREFILL, delay_read_s=2.0), ThreadPoolExecutor(1) as pool:
         asked = pool.submit(cluster.client.ask, messages, session=other.session, max_tokens=16)
         wait_until(
-            lambda: any(
-                x.state == lease_pb2.LEASE_STATE_ACTIVE and x.session_id == other.session
-                for x in cluster.view.open_leases()
-            ),
+            lambda: transferring(cluster, other.session, types_pb2.DIRECTION_RETURN),
             "a transfer is under way",
         )
         cluster.decode.kill()

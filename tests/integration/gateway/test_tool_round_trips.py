@@ -296,24 +296,31 @@ async def wire() -> AsyncIterator[Wire]:
         yield one
 
 
+@pytest.fixture(params=APIS)
+def api(request: pytest.FixtureRequest, gateway: RunningGateway, wire: Wire) -> Api:
+    return APIS[request.param](gateway.server.url, wire.http)
+
+
+@pytest.fixture(params=[False, True], ids=["whole", "stream"])
+def stream(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
 def script(answer: bytes, *, stream: bool, gate: asyncio.Event | None = None) -> Script:
     if stream:
         return Script(only_event=answer, no_done=True, before_answer=gate)
     return Script(body=answer, before_answer=gate)
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", APIS)
 async def test_what_tools_say_goes_on_in_the_session_that_called_them(
     gateway: RunningGateway,
     control: FakeControlPlane,
     prefill: FakeEngine,
     decode: FakeEngine,
     wire: Wire,
-    name: str,
+    api: Api,
     stream: bool,
 ) -> None:
-    api = APIS[name](gateway.server.url, wire.http)
     answers = []
 
     async def ask(said: list[Any], path: str | None = None) -> list[Any]:
@@ -353,18 +360,14 @@ async def test_what_tools_say_goes_on_in_the_session_that_called_them(
     assert await gateway.metric(counts, source="forked") == 1
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", APIS)
 async def test_two_that_differ_in_a_calls_arguments_alone_go_on_as_themselves(
-    gateway: RunningGateway,
     control: FakeControlPlane,
     decode: FakeEngine,
     wire: Wire,
-    name: str,
+    api: Api,
     stream: bool,
 ) -> None:
     """They begin equally and at once, so that only what was answered can tell them apart."""
-    api = APIS[name](gateway.server.url, wire.http)
     question = api.asks("how long is it?")
     gate = asyncio.Event()
     asked = []

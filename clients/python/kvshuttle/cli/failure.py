@@ -96,8 +96,7 @@ def of_call(error: KVShuttleError, target: str, *, tls: bool) -> Failure:
     elif not remedy:
         remedy = _remedy(error)
     else:
-        # The server's text for people has its remedy in it.
-        message = message.removesuffix(remedy).rstrip(": ")
+        message = error.problem
     return Failure(status, _SUMMARY[status], error.reason, message, remedy)
 
 

@@ -24,6 +24,8 @@ class KVShuttleError(Exception):
 
     `reason` is the server's word (`NO_WORKER`, …), empty when no server answered; `remedy` says
     what to do, where the server knows; `retry_after_s` is its wish for the pause before a retry.
+    Some messages end with their remedy: `problem` is the message without it, `explanation` has it
+    once.
     """
 
     def __init__(
@@ -37,8 +39,8 @@ class KVShuttleError(Exception):
         remedy: str = "",
         retry_after_s: float | None = None,
     ) -> None:
+        self.problem = message.removesuffix(remedy).rstrip(": ") if remedy else message
         self.explanation = message if remedy in message else f"{message} {remedy}".strip()
-        """The message with its remedy, which some servers' messages say already."""
         where = f"{code.name} ({reason})" if reason else code.name
         super().__init__(f"{where}: {self.explanation}".rstrip())
         self.message = message

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import http.client
 import json
 import os
 import sys
@@ -145,16 +144,10 @@ class Engine(ManagedProcess):
         return command + list(spec.extra_args)
 
     def is_ready(self) -> bool:
-        # Not httpx: it would load the machine's certificates for every look, 30 ms of CPU that the
-        # engines need.
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=2.0)
         try:
-            connection.request("GET", "/health")
-            healthy = connection.getresponse().status == 200
-        except (OSError, http.client.HTTPException):
+            healthy = local_http.get(f"{self.url}/health", timeout=2.0).status_code == 200
+        except httpx.HTTPError:
             return False
-        finally:
-            connection.close()
         if healthy and self.spec.warm_up:
             self._warm_up()
         return healthy
