@@ -33,6 +33,9 @@ __all__ = ["Options", "Results", "Run"]
 # Two short turns in each arm: handshakes, what compiles at first use, connections.
 WARM_UP_WORDS = (400, 120)
 SETTLE_S = 5.0
+# Between one arm's turn and another's: vLLM's worker looks for its next step in a tight loop for a
+# second after each, on the core where the next arm computes.
+SPIN_S = 1.3
 IDEAL = "a"
 # Whose idle cost is measured; upstream's other two have the connector of c.
 IDLE_ARMS = ("a", "c", "e", "f", "g")
@@ -232,6 +235,7 @@ class Run:
                     continue
                 finally:
                     client.arm.rest()
+                    time.sleep(SPIN_S)
                 sample.conversation = plan.name
                 answers[client.arm.kind.key] = answer
                 made.append(sample)

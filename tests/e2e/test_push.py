@@ -134,12 +134,12 @@ def three_turns(cluster: Cluster, oracle: Oracle, talk: Conversation) -> bool:
             return False
         lease = completed(cluster, talk.session, number)[0]
         prompt = oracle.answer(talk.messages[:-1]).prompt_tokens
-        # Up to the last token, which is computed; from what decode had of the turn before.
-        assert lease.range.end == (prompt - 1) // BLOCK
+        # Up to the last token, which is computed, so in the last block, which is not full, too;
+        # from what decode had of the turn before.
+        assert lease.range.end == prompt // BLOCK
         assert lease.range.start >= whole
-        assert (
-            loaded_tokens(cluster) - before == lease.range.end * BLOCK - lease.range.start * BLOCK
-        )
+        assert loaded_tokens(cluster) - before == prompt - 1 - lease.range.start * BLOCK
+        assert lease.stats.tokens == prompt - 1 - lease.range.start * BLOCK
         bytes_a_block = cluster.view.workers()[DECODE].bytes_per_block
         assert lease.stats.bytes == lease.stats.blocks * bytes_a_block
         whole = prompt // BLOCK

@@ -91,6 +91,10 @@ class _View:
         """Of its full blocks."""
         return self.request.hashes[: self.request.num_tokens // BLOCK_TOKENS]
 
+    def tail_hash(self, full: int, tokens: int) -> bytes | None:
+        """Of a block's first tokens."""
+        return self.request.tail_hash(full, tokens)
+
     def preemptions(self) -> int:
         """How often its blocks were taken."""
         return self.request.preemptions

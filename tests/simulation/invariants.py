@@ -140,7 +140,9 @@ class Checker:
             size = blocks.hash_size
             lands = {x.grant.lease_id: x for x in boot.agent.landings.held}
             if (landing := lands.get(event.hardened.lease_id)) is not None:
-                if landing.hold.ended or list(landing.hold.block_ids) != list(blocks.block_ids):
+                offered = [*blocks.block_ids]
+                offered += [blocks.tail.block_id] if blocks.HasField("tail") else []
+                if landing.hold.ended or list(landing.hold.block_ids) != offered:
                     raise Violation("landing", f"{boot.name} offers blocks that it does not hold")
                 self.pushes += 1
                 return

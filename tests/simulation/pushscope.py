@@ -55,6 +55,10 @@ class Leg:
         """Of its full blocks."""
         return HASHES
 
+    def tail_hash(self, full: int, tokens: int) -> bytes | None:
+        """Nobody asks for the last block, which is not full."""
+        return None
+
     def preemptions(self) -> int:
         """How often its blocks were taken."""
         return self.preempted

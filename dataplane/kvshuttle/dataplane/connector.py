@@ -54,6 +54,7 @@ from kvshuttle.dataplane.vllm_compat import (
     rank_of,
     scheduled,
     vllm_version,
+    worker_rest,
 )
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import cluster_service_pb2 as cluster_pb2
@@ -68,6 +69,8 @@ class _StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
     """Orders go to the movers directly; only what the step itself fills goes with it."""
 
     chunks: list[PushChunk] = field(default_factory=list)
+    # Nothing is computed in it: requests wait for their KV.
+    idle: bool = False
 
 
 class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -93,6 +96,9 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._agent: SchedulerAgent | None = None
         self._step_blocks = 8
         self._mark: Callable[[], Fence] = lambda: None
+        self._worker_rest: Callable[[], None] = lambda: None
+        if role == KVConnectorRole.WORKER:
+            self._worker_rest = worker_rest()
         if role == KVConnectorRole.SCHEDULER:
             self._probe = engine_probe()
             self._tails = TailHasher(vllm_config)
@@ -164,6 +170,8 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """A step begins: what it computes may be written as it goes."""
         super().bind_connector_metadata(connector_metadata)
+        if getattr(connector_metadata, "idle", False):
+            self._worker_rest()
         chunks = getattr(connector_metadata, "chunks", None)
         if chunks and self._mover is not None:
             self._mover.begin_step(chunks, self._mark())
@@ -264,7 +272,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 key,
                 blocks.get_block_ids()[0],
                 num_external_tokens,
-                RunningRequest(request),
+                RunningRequest(request, self._tails),
             )
         except Exception:
             _log.exception("hook_failed", hook="update_state_after_alloc")
@@ -274,9 +282,10 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Once a step: obey what came in, and keep enough blocks free for the next step."""
         self._tend(len(scheduler_output.num_scheduled_tokens))
-        if not scheduler_output.num_scheduled_tokens:
+        idle = not scheduler_output.num_scheduled_tokens
+        if idle:
             self._rest()
-        return _StepMetadata(self._chunks(scheduler_output))
+        return _StepMetadata(self._chunks(scheduler_output), idle)
 
     def _chunks(self, output: SchedulerOutput) -> list[PushChunk]:
         """What the step that is about to run fills for a push."""

@@ -19,9 +19,9 @@ from kvshuttle.dataplane.limits import (
     UNKNOWN_TURN_WAIT_NS,
 )
 from kvshuttle.dataplane.log import get_logger
-from kvshuttle.dataplane.matching import TailHash, common_prefix, partial_tokens
+from kvshuttle.dataplane.matching import Tail, TailHash, common_prefix, partial_tokens
 from kvshuttle.dataplane.outbox import Outbox
-from kvshuttle.dataplane.push_landing import LandingSide
+from kvshuttle.dataplane.push_landing import LandingSide, Zone
 from kvshuttle.dataplane.turns import LegKey, TurnBook, TurnLeg
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
@@ -50,6 +50,24 @@ class Load:
     reason: str = ""
     bytes_moved: int = 0
     transfer_ns: int = 0
+
+
+@dataclass(frozen=True)
+class _MayLand:
+    """What may be written to a request: blocks with these hashes, and of the one behind them its
+    first ``tail_tokens``."""
+
+    start: int
+    hashes: list[bytes]
+    tokens: int
+    tail_tokens: int
+    tail_hash: bytes
+
+    def zone(self, block_ids: Sequence[int]) -> Zone:
+        """Where, once vLLM has allocated."""
+        end = self.start + len(self.hashes)
+        tail = Tail(block_ids[end], self.tail_tokens, self.tail_hash) if self.tail_hash else None
+        return Zone(self.start, self.hashes, list(block_ids[self.start : end]), tail, self.tokens)
 
 
 @dataclass(frozen=True)
@@ -94,8 +112,8 @@ class DestinationSide:
         self._queued: dict[LegKey, str] = {}
         self._eager = eager
         self._landings = landings
-        # Requests that may land in a push, with the first and one past the last block of it.
-        self._may_land: dict[str, tuple[int, int, list[bytes]]] = {}
+        # Requests that may land in a push.
+        self._may_land: dict[str, _MayLand] = {}
         # Shared with the eager side.
         self._peers = eager.peers
         # Requests that wait to hear what they may load, and until when.
@@ -257,7 +275,9 @@ class DestinationSide:
         grant = self._by_leg.get(key)
         lands = leg.leg == types_pb2.LEG_DECODE and leg.push is not None and leg.hopes
         if grant is None and lands and self._out.connected:
-            return self._look_for_push(request_id, leg, hashes, start, usable, looked)
+            return self._look_for_push(
+                request_id, leg, hashes, start, usable, num_tokens, tail_hash, looked
+            )
         if grant is None:
             if self._eager.has_ended(leg.lease_id):
                 # What it brought is in the engine's own cache, and counted there.
@@ -317,6 +337,8 @@ class DestinationSide:
         hashes: Sequence[bytes],
         start: int,
         usable: int,
+        num_tokens: int,
+        tail_hash: TailHash | None,
         looked_ns: int,
     ) -> int | None:
         """What it lacks is written to it, if its blocks may be a landing zone."""
@@ -328,23 +350,39 @@ class DestinationSide:
             return self._no(request_id, "PEER_UNREACHABLE" if peer else "PEER_UNKNOWN")
         if self._quarantine_full:
             return self._no(request_id, "QUARANTINE_FULL")
-        missing = (usable - start) * self._block_size
-        self._may_land[request_id] = (start, usable, list(hashes[start:usable]))
+        written = num_tokens - usable * self._block_size
+        end, tail, tokens = usable, b"", usable * self._block_size
+        if 1 < written < self._block_size and tail_hash is not None:
+            tail = tail_hash(usable, written) or b""
+        elif written == self._block_size and usable < len(hashes):
+            end += 1
+        if tail or end > usable:
+            tokens = num_tokens - 1  # the last one is computed all the same
+        tokens -= start * self._block_size
+        self._may_land[request_id] = _MayLand(
+            start, list(hashes[start:end]), tokens, written if tail else 0, tail
+        )
         self._why_not.pop(request_id, None)
-        return missing
+        return tokens
 
     def _read_into_landing(self, command: agent_pb2.Grant) -> bool:
         """A grant to read for a landing zone that nobody writes to; false if it is for none."""
         landing = self._landings.take_for_read(command.turn_token)
         if landing is None:
             return False
-        end = landing.first + landing.blocks
+        zone = landing.zone
+        count = len(zone.hashes)
+        remote: list[int] = []
         try:
             grant = parse_grant(command)
-            offset = landing.first - grant.start
-            fits = offset >= 0 and grant.start + len(grant.block_ids) >= end
+            offset = zone.first - grant.start
+            fits = offset >= 0 and grant.hashes[offset : offset + count] == zone.hashes
             fits = fits and not self._peers.get(grant.source, "PEER_UNKNOWN")
-            fits = fits and grant.hashes[offset : offset + landing.blocks] == landing.hashes
+            remote = grant.block_ids[offset : offset + count]
+            if fits and zone.tail is not None:
+                fits = offset + count == len(grant.block_ids)
+                fits = fits and grant.tail is not None and grant.tail.same_tokens(zone.tail)
+                remote = grant.readable_ids[offset:]
         except ValueError as error:
             _log.error("grant_malformed", lease=command.lease_id, error=str(error))
             fits = False
@@ -361,14 +399,14 @@ class DestinationSide:
             request_id=landing.request_id,
             grant=grant,
             hold=landing.hold,
-            first=landing.first,
-            blocks=landing.blocks,
-            tokens=landing.tokens,
+            first=zone.first,
+            blocks=len(zone.all_ids),
+            tokens=zone.tokens,
             looked_ns=landing.looked_ns,
             ranks_left=self._out.num_ranks,
         )
         self._loads[load.request_id] = load
-        self._order_read(load, grant.block_ids[offset : offset + landing.blocks])
+        self._order_read(load, remote)
         return True
 
     def allocated(
@@ -380,8 +418,7 @@ class DestinationSide:
         may_land = self._may_land.pop(request_id, None)
         if may_land is not None and num_tokens > 0 and leg is not None and leg.push is not None:
             looked = self._looked.pop(request_id, self._clock())
-            first, end, hashes = may_land
-            self._landings.open(request_id, leg, first, hashes, block_ids[first:end], looked)
+            self._landings.open(request_id, leg, may_land.zone(block_ids), looked)
             leg.claimed_by = request_id
             leg.settled = True
             return

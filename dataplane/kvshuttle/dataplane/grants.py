@@ -10,7 +10,7 @@ from kvshuttle.dataplane.outbox import Outbox
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
 
-__all__ = ["Grant", "leg_of_direction", "parse_grant", "say_stopped"]
+__all__ = ["Grant", "leg_of_direction", "parse_grant", "say_stopped", "tail_out"]
 
 
 @dataclass(eq=False)
@@ -74,6 +74,11 @@ def parse_grant(command: agent_pb2.Grant) -> Grant:
         ask_ns=destination_deadline(command.as_of, command.ttl.ToNanoseconds() // 2),
         tail=tail,
     )
+
+
+def tail_out(tail: Tail) -> types_pb2.TailBlock:
+    """As `BlockDescriptors` carry it."""
+    return types_pb2.TailBlock(block_id=tail.block_id, num_tokens=tail.tokens, hash=tail.hash)
 
 
 def say_stopped(

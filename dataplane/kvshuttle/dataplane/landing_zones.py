@@ -138,8 +138,11 @@ class LandingZones:
         elif self._clock() > landing.deadline_ns:
             self._landed(landing, "LATE")
         else:
-            moved, _, took = rest.partition(b"|")
-            self._landed(landing, "", _number(moved), _number(took))
+            moved, took, blocks = (*map(_number, rest.split(b"|")), 0, 0, 0)[:3]
+            # A writer from before partial blocks counts none, and has written the full ones.
+            wanted = len(order.local_block_ids)
+            whole = blocks == wanted or (not blocks and not order.partial)
+            self._landed(landing, "" if whole else "INCOMPLETE", moved, took)
 
     def _landed(self, landing: _Landing, reason: str, moved: int = 0, took: int = 0) -> None:
         """The writer has stopped: vLLM is told, unless it was before."""

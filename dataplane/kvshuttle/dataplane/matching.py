@@ -21,6 +21,10 @@ class Tail:
     tokens: int
     hash: bytes
 
+    def same_tokens(self, other: Tail) -> bool:
+        """Whether both are written with the same KV, wherever they lie."""
+        return (self.tokens, self.hash) == (other.tokens, other.hash)
+
 
 def partial_tokens(
     own: Sequence[bytes],

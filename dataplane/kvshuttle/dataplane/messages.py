@@ -150,7 +150,8 @@ class Refuse(msgspec.Struct, tag=True, frozen=True):
 
 class Await(msgspec.Struct, tag=True, frozen=True):
     """A request's blocks are the landing zone of a push: progress NIXL, and listen for the notice
-    of this writer with this version."""
+    of this writer with this version. `partial`: the last of them is not full, and a writer that
+    does not say how many blocks it has written does not know of it."""
 
     request_id: str
     lease_id: str
@@ -159,6 +160,7 @@ class Await(msgspec.Struct, tag=True, frozen=True):
     incarnation: int
     local_block_ids: list[int]
     deadline_ns: int
+    partial: bool = False
 
 
 class Unawait(msgspec.Struct, tag=True, frozen=True):
@@ -183,7 +185,7 @@ class Push(msgspec.Struct, tag=True, frozen=True):
 
 
 class PushChunk(msgspec.Struct, array_like=True, frozen=True):
-    """Whole blocks of one step: ``local_block_ids[i]`` goes to ``remote_block_ids[offset + i]``.
+    """Blocks of one step: ``local_block_ids[i]`` goes to ``remote_block_ids[offset + i]``.
 
     ``ready``: their KV was final before the step began; else it is final layer by layer.
     """

@@ -9,27 +9,44 @@ death. Time ends the waiting, never the hold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from kvshuttle.dataplane import journal
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import Clock
 from kvshuttle.dataplane.counters import Counters
-from kvshuttle.dataplane.grants import Grant
+from kvshuttle.dataplane.grants import Grant, tail_out
 from kvshuttle.dataplane.holds import Hold, HoldKind, HoldTable
 from kvshuttle.dataplane.limits import LANDING_WAIT_NS
 from kvshuttle.dataplane.log import get_logger
+from kvshuttle.dataplane.matching import Tail
 from kvshuttle.dataplane.outbox import Outbox
 from kvshuttle.dataplane.turns import PushHope, TurnLeg
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
 
-__all__ = ["Landing", "LandingSide"]
+__all__ = ["Landing", "LandingSide", "Zone"]
 
 _log = get_logger("landing")
 
 _DISCARDED = frozenset({"LATE", "LEASE_EXPIRED", "GRANT_TIMEOUT"})
+
+
+@dataclass(frozen=True)
+class Zone:
+    """A request's blocks that are to be written: full ones with these hashes, from the ``first``th
+    of its chain on, and a ``tail`` behind them. ``tokens`` is what it need not compute then."""
+
+    first: int
+    hashes: list[bytes]
+    block_ids: list[int]
+    tail: Tail | None
+    tokens: int
+
+    @property
+    def all_ids(self) -> list[int]:
+        """Of all blocks, the last, partial one too."""
+        return [*self.block_ids, *([self.tail.block_id] if self.tail is not None else [])]
 
 
 @dataclass(eq=False)
@@ -41,10 +58,7 @@ class Landing:
     hope: PushHope
     leg: TurnLeg
     hold: Hold
-    hashes: list[bytes]
-    first: int
-    blocks: int
-    tokens: int
+    zone: Zone
     looked_ns: int
     # Until when it must be granted, or a read must follow.
     patience_ns: int
@@ -67,6 +81,11 @@ class Landing:
     def request_id(self) -> str:
         """Whose blocks they are."""
         return self.grant.request_id
+
+    @property
+    def tokens(self) -> int:
+        """What the request need not compute once it is written."""
+        return self.zone.tokens
 
     @property
     def done(self) -> bool:
@@ -103,9 +122,7 @@ class LandingSide:
         self,
         request_id: str,
         leg: TurnLeg,
-        first: int,
-        hashes: Sequence[bytes],
-        block_ids: Sequence[int],
+        zone: Zone,
         looked_ns: int,
     ) -> None:
         """vLLM has allocated: hold the blocks, listen, and only then offer them."""
@@ -118,7 +135,7 @@ class LandingSide:
             token=leg.token,
             leg=leg.leg,
             source=hope.peer,
-            start=first,
+            start=zone.first,
             block_ids=[],
             hashes=[],
             # At or before what the control plane counts, which grants later than now.
@@ -132,18 +149,15 @@ class LandingSide:
             grant=grant,
             hope=hope,
             leg=leg,
-            hold=self._holds.take(HoldKind.LANDING, block_ids),
-            hashes=list(hashes),
-            first=first,
-            blocks=len(block_ids),
-            tokens=len(block_ids) * self._block_size,
+            hold=self._holds.take(HoldKind.LANDING, zone.all_ids),
+            zone=zone,
             looked_ns=looked_ns,
             patience_ns=now + max(leg.lookup_wait_ns, LANDING_WAIT_NS),
             ranks_left=self._out.num_ranks,
         )
         self._by_lease[hope.lease_id] = landing
         self._by_request[request_id] = landing
-        journal.landing_held(hope.lease_id, request_id, hope.peer, block_ids)
+        journal.landing_held(hope.lease_id, request_id, hope.peer, zone.all_ids)
         self._out.order(
             m.Await(
                 request_id=request_id,
@@ -151,21 +165,23 @@ class LandingSide:
                 version=hope.version,
                 worker_id=hope.peer[0],
                 incarnation=hope.peer[1],
-                local_block_ids=list(block_ids),
+                local_block_ids=zone.all_ids,
                 deadline_ns=grant.deadline_ns,
+                partial=zone.tail is not None,
             )
         )
+        blocks = types_pb2.BlockDescriptors(
+            range=types_pb2.BlockRange(start=zone.first, end=zone.first + len(zone.block_ids)),
+            block_ids=zone.block_ids,
+            hashes=b"".join(zone.hashes),
+            hash_size=len(zone.hashes[0]),
+        )
+        if zone.tail is not None:
+            blocks.tail.CopyFrom(tail_out(zone.tail))
         self._out.emit(
             agent_pb2.AgentEvent(
                 hardened=agent_pb2.LeaseHardened(
-                    lease_id=hope.lease_id,
-                    version=hope.version,
-                    blocks=types_pb2.BlockDescriptors(
-                        range=types_pb2.BlockRange(start=first, end=first + len(block_ids)),
-                        block_ids=list(block_ids),
-                        hashes=b"".join(hashes),
-                        hash_size=len(hashes[0]),
-                    ),
+                    lease_id=hope.lease_id, version=hope.version, blocks=blocks
                 )
             )
         )
@@ -175,7 +191,7 @@ class LandingSide:
         landing = self._by_request.get(request_id)
         if landing is None or landing.told_failed or (landing.published and landing.done):
             return None
-        return landing.first
+        return landing.zone.first
 
     def load_failed(self, request_id: str) -> None:
         """vLLM was told that the load failed."""
@@ -387,7 +403,7 @@ class LandingSide:
             lease_id=landing.grant.lease_id, outcome=outcome, reason=reason
         )
         if outcome == agent_pb2.TRANSFER_OUTCOME_PUBLISHED:
-            stopped.stats.blocks = landing.blocks
+            stopped.stats.blocks = len(landing.zone.all_ids)
             stopped.stats.tokens = landing.tokens
             stopped.stats.bytes = landing.bytes_moved
             stopped.stats.transfer_time.FromNanoseconds(landing.transfer_ns)

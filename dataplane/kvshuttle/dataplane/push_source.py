@@ -1,7 +1,8 @@
 """The side that writes: prefill's blocks go to decode's landing zone while they are computed.
 
-For each step of the engine the whole blocks that it completes are a chunk, which the movers write
-layer by layer as the forward pass fills them. What was computed before the grant came goes with the
+For each step of the engine the blocks that it completes are a chunk, which the movers write layer
+by layer as the forward pass fills them; a prompt's last block, which is not full, goes with the
+step that computes its last token. What was computed before the grant came goes with the
 next step, whole; and where the leg has ended by then, from what it left. A chunk's blocks are held
 until every rank has written them, so that vLLM may free or preempt the request meanwhile.
 
@@ -22,7 +23,7 @@ from kvshuttle.dataplane.grants import Grant, parse_grant
 from kvshuttle.dataplane.holds import Hold, HoldKind, HoldTable
 from kvshuttle.dataplane.limits import DEADLINE_MARGIN_NS
 from kvshuttle.dataplane.log import get_logger
-from kvshuttle.dataplane.matching import common_prefix
+from kvshuttle.dataplane.matching import Tail, common_prefix
 from kvshuttle.dataplane.outbox import Outbox
 from kvshuttle.dataplane.source import SourceSide
 from kvshuttle.dataplane.turns import LegKey, TurnBook
@@ -39,6 +40,9 @@ class RequestView(Protocol):
 
     def hashes(self) -> Sequence[bytes]:
         """Hashes of its full blocks."""
+
+    def tail_hash(self, full: int, tokens: int) -> bytes | None:
+        """A `kvshuttle.dataplane.matching.TailHash`."""
 
     def preemptions(self) -> int:
         """How often vLLM has taken its blocks."""
@@ -80,7 +84,19 @@ class _Push:
     @property
     def end(self) -> int:
         """One past the last block of the landing zone."""
+        return self.grant.start + len(self.grant.readable_ids)
+
+    @property
+    def full_end(self) -> int:
+        """One past its last full block."""
         return self.grant.start + len(self.grant.block_ids)
+
+    def filled(self, tokens: int, block_size: int) -> int:
+        """One past the last block of it that so many computed tokens fill as far as is wanted."""
+        tail = self.grant.tail
+        if tail is not None and tokens >= self.full_end * block_size + tail.tokens:
+            return self.end
+        return min(tokens // block_size, self.full_end)
 
 
 class PushSide:
@@ -131,7 +147,9 @@ class PushSide:
             reason = "LEASE_EXPIRED"
         left: list[int] = []
         if not reason and leg is not None and leg.ended:
-            left = self._source.blocks_of(leg.tenant, leg.session_id, grant.start, grant.hashes)
+            left = self._source.blocks_of(
+                leg.tenant, leg.session_id, grant.start, grant.hashes, grant.tail
+            )
             reason = "" if left else "REPLICA_GONE"
         if reason:
             self._refuse(command, reason)
@@ -145,7 +163,7 @@ class PushSide:
                 version=command.landing_version,
                 worker_id=destination[0],
                 incarnation=destination[1],
-                remote_block_ids=grant.block_ids,
+                remote_block_ids=grant.readable_ids,
                 deadline_ns=grant.deadline_ns,
             )
         )
@@ -243,10 +261,16 @@ class PushSide:
         return chunks
 
     def finished(
-        self, request_id: str, key: LegKey, block_ids: Sequence[int], *, aborted: bool
+        self,
+        request_id: str,
+        key: LegKey,
+        block_ids: Sequence[int],
+        tail: Tail | None = None,
+        *,
+        aborted: bool,
     ) -> bool:
-        """A prefill leg's request has ended, with so many full, written blocks. True: its KV is
-        pushed, and there is nothing to offer."""
+        """A prefill leg's request has ended, with so many full, written blocks and what follows
+        them. True: its KV is pushed, and there is nothing to offer."""
         self._live.pop(request_id, None)
         leg = self._turns.find(key)
         if leg is None or key[1] != types_pb2.LEG_PREFILL:
@@ -256,7 +280,10 @@ class PushSide:
         if push is None:
             return False
         if push.sent < push.end and not push.stopping:
-            left = block_ids[push.sent : push.end]
+            left = list(block_ids[push.sent : push.full_end])
+            wanted = push.grant.tail
+            if wanted is not None and tail is not None and tail.same_tokens(wanted):
+                left.append(tail.block_id)
             if aborted:
                 self._stop(push, "REQUEST_ABORTED")
             elif push.sent + len(left) < push.end:
@@ -346,8 +373,12 @@ class PushSide:
         preemptions = live.view.preemptions()
         if push.preemptions is None:
             push.preemptions = preemptions
-            own = live.view.hashes()[push.grant.start : push.end]
-            if common_prefix(own, push.grant.hashes) < len(push.grant.hashes):
+            own = live.view.hashes()[push.grant.start : push.full_end]
+            tail = push.grant.tail
+            differs = common_prefix(own, push.grant.hashes) < len(push.grant.hashes)
+            if tail is not None:
+                differs |= live.view.tail_hash(push.full_end, tail.tokens) != tail.hash
+            if differs:
                 self._stop(push, "NO_COMMON_PREFIX")
                 return False
         elif preemptions != push.preemptions:
@@ -357,8 +388,8 @@ class PushSide:
         return True
 
     def _step_of(self, push: _Push, live: _Live, item: Scheduled) -> list[m.PushChunk]:
-        before = min(item.computed // self._block_size, push.end)
-        after = min((item.computed + item.tokens) // self._block_size, push.end)
+        before = push.filled(item.computed, self._block_size)
+        after = push.filled(item.computed + item.tokens, self._block_size)
         if not live.steps:
             before = push.sent  # see the module
         found = []
@@ -386,7 +417,7 @@ class PushSide:
             self._out.emit(
                 agent_pb2.AgentEvent(
                     active=agent_pb2.LeaseActive(
-                        lease_id=push.grant.lease_id, blocks=len(push.grant.block_ids)
+                        lease_id=push.grant.lease_id, blocks=len(push.grant.readable_ids)
                     )
                 )
             )

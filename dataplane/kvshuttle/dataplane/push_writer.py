@@ -72,6 +72,7 @@ class _Push:
     stopping: str = ""
     # Whoever waits for it was told that it stops, while something was in flight.
     said_stopping: bool = False
+    blocks_written: int = 0
     bytes_moved: int = 0
     transfer_ns: int = 0
 
@@ -198,6 +199,7 @@ class PushWriter:
             if chunk.posted >= self.num_regions and not chunk.flying:
                 self._drop_chunk(push, chunk)
                 push.chunks_done += 1
+                push.blocks_written += len(chunk.order.local_block_ids)
                 self._send(m.PushChunkDone(push.order.lease_id, chunk.order.number))
                 moved = True
         if push.stopping:
@@ -288,7 +290,8 @@ class PushWriter:
     def _say(self, push: _Push, kind: bytes, reason: str) -> bool:
         order = push.order
         words = [str(order.version), order.lease_id]
-        words += [reason] if reason else [str(push.bytes_moved), str(push.transfer_ns)]
+        counts = (push.bytes_moved, push.transfer_ns, push.blocks_written)
+        words += [reason] if reason else [str(count) for count in counts]
         notice = b"|".join([kind, *(word.encode() for word in words)])
         # The notice needs a few more calls into NIXL to leave this process.
         self.linger_until = max(self.linger_until, self._clock() + NS // 5)

@@ -272,8 +272,11 @@ class SchedulerAgent:
         written = self.destination.blocks_written(request.request_id)
         loaded = self.destination.request_gone(request.request_id, key)
         times = self._times.pop(request.request_id, None)
+        # Behind blocks that a load has yet to fill there is nothing, and of a request that was cut
+        # off nobody will want the last words.
+        tail = request.tail if written is None and not request.aborted else None
         pushed = self.push.finished(
-            request.request_id, key, request.block_ids[:written], aborted=request.aborted
+            request.request_id, key, request.block_ids[:written], tail, aborted=request.aborted
         )
         leg = self._turns.find(key)
         if leg is None and key[1] == types_pb2.LEG_DECODE:
@@ -285,9 +288,6 @@ class SchedulerAgent:
         # A prefill that was aborted, or that is pushed, leaves nothing that anybody waits for.
         if pushed or (request.aborted and leg.leg == types_pb2.LEG_PREFILL):
             return
-        # Behind blocks that a load has yet to fill there is nothing, and of a request that was cut
-        # off nobody will want the last words.
-        tail = request.tail if written is None and not request.aborted else None
         self.source.offer(leg, request.hashes[:written], request.block_ids[:written], tail)
 
     def load_failed(self, request_ids: Sequence[str]) -> None:

@@ -14,6 +14,7 @@ from kvshuttle.dataplane import journal
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.checkpoints import checkpoints
 from kvshuttle.dataplane.clock import Clock, source_deadline
+from kvshuttle.dataplane.grants import tail_out
 from kvshuttle.dataplane.holds import BlockStore, Hold, HoldKind, HoldTable
 from kvshuttle.dataplane.limits import MAX_SOFT_REPLICAS
 from kvshuttle.dataplane.log import get_logger
@@ -239,13 +240,25 @@ class SourceSide:
         return [self._describe(r, "", types_pb2.LEG_UNSPECIFIED) for r in replicas]
 
     def blocks_of(
-        self, tenant: str, session_id: str, start: int, hashes: Sequence[bytes]
+        self,
+        tenant: str,
+        session_id: str,
+        start: int,
+        hashes: Sequence[bytes],
+        tail: Tail | None = None,
     ) -> list[int]:
-        """Where these blocks of a session's chain lie in a held replica; empty if in none."""
+        """Where these blocks of a session's chain, and the partial one behind them, lie in a held
+        replica; empty if in none."""
         end = start + len(hashes)
         for replica in self._of_session(tenant, session_id):
-            if replica.hold is not None and list(replica.hashes[start:end]) == list(hashes):
-                return list(replica.hold.block_ids[start:end])
+            if replica.hold is None or list(replica.hashes[start:end]) != list(hashes):
+                continue
+            found = list(replica.hold.block_ids[start:end])
+            if tail is None:
+                return found
+            own = replica.tail if end == len(replica.hashes) else None
+            if own is not None and own.same_tokens(tail):
+                return [*found, own.block_id]
         return []
 
     # Leases.
@@ -301,9 +314,7 @@ class SourceSide:
             hash_size=len(hashes[0]),
         )
         if tail is not None:
-            blocks.tail.block_id = tail.block_id
-            blocks.tail.num_tokens = tail.tokens
-            blocks.tail.hash = tail.hash
+            blocks.tail.CopyFrom(tail_out(tail))
         self._out.emit(
             agent_pb2.AgentEvent(
                 hardened=agent_pb2.LeaseHardened(

@@ -5,6 +5,8 @@ The rest of the agent sees plain types only. What is used here, and why it may m
 * ``BlockPool``: ``reset_prefix_cache`` (wrapped, to let go first), ``touch``, ``free_blocks``,
   ``unpin_blocks``, ``get_new_blocks``, ``get_cached_block``, ``_insert_block_hash``, ``blocks``,
   the free count;
+* ``WorkerProc.rpc_broadcast_mq`` and its ``SpinCondition.last_read``: for a second after each step
+  a worker looks for the next one in a tight loop;
 * ``EngineCoreProc.input_queue`` with ``EngineCoreRequestType.WAKEUP``: an idle engine blocks on it;
 * ``Request``: ``block_hashes``, ``all_token_ids``, ``num_computed_tokens``,
   ``num_in_flight_tokens``, status;
@@ -89,6 +91,7 @@ __all__ = [
     "rank_of",
     "scheduled",
     "vllm_version",
+    "worker_rest",
 ]
 
 TESTED_VERSIONS = ("0.32",)
@@ -338,12 +341,17 @@ def finished_state(
 class RunningRequest:
     """A :class:`kvshuttle.dataplane.push_source.RequestView` of vLLM's request."""
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, hasher: TailHasher) -> None:
         self._request = request
+        self._hasher = hasher
 
     def hashes(self) -> Sequence[bytes]:
         """Hashes of its full blocks."""
         return list(self._request.block_hashes)
+
+    def tail_hash(self, full: int, tokens: int) -> bytes | None:
+        """The hash of a block of just these tokens."""
+        return self._hasher.of(self._request)(full, tokens)
 
     def preemptions(self) -> int:
         """How often its blocks were taken."""
@@ -377,6 +385,22 @@ def scheduled(output: SchedulerOutput, wanted: Callable[[str], bool]) -> list[Sc
 
 
 # The worker side.
+
+
+def worker_rest() -> Callable[[], None]:
+    """Makes the worker that is in a step block until its next one, instead of looking for it in a
+    tight loop for a second. Found by walking the frames that are constructing the connector; where
+    there is no such loop (one process for all) it does nothing.
+    """
+    frame = inspect.currentframe()
+    while frame is not None:
+        queue = getattr(frame.f_locals.get("self"), "rpc_broadcast_mq", None)
+        condition = getattr(queue, "_spin_condition", None)
+        if condition is not None and condition.is_reader:
+            # Whoever writes a step notifies its reader, who blocks once its last read is long ago.
+            return lambda: setattr(condition, "last_read", float("-inf"))
+        frame = frame.f_back
+    return lambda: None
 
 
 def device_fence(caches: dict[str, torch.Tensor]) -> Callable[[], Fence]:

@@ -57,6 +57,7 @@ async def test_prefill_gets_one_token_and_decode_the_request_as_it_is(
         "logprobs": True,
         "top_logprobs": 3,
         "logprob_token_ids": [1],
+        "seed": 7,
         "tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}],
         "response_format": {"type": "json_object"},
         "stop": ["\ud83d", "é"],
@@ -75,7 +76,7 @@ async def test_prefill_gets_one_token_and_decode_the_request_as_it_is(
     }
     dropped = {
         *("stream_options", "best_of", "min_tokens", "logprobs", "top_logprobs"),
-        "logprob_token_ids",
+        *("logprob_token_ids", "seed"),
     }
     expected = {name: value for name, value in asked.items() if name not in dropped}
     assert got == {

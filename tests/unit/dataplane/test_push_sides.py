@@ -10,6 +10,7 @@ import pytest
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS
 from kvshuttle.dataplane.limits import REST_LOOK_NS, REST_NS
+from kvshuttle.dataplane.matching import Tail, TailHash
 from kvshuttle.dataplane.push_source import Scheduled
 from kvshuttle.dataplane.scheduler import FinishedRequest, StreamDown, Tick
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
@@ -28,6 +29,19 @@ def hope(ttl: float = 30) -> agent_pb2.PushPlan:
     plan = agent_pb2.PushPlan(lease_id="l1", version=1, peer=OTHER, lease_epoch=5, lease_seq=9)
     plan.ttl.FromNanoseconds(int(ttl * NS))
     return plan
+
+
+def words(text: bytes = b"t") -> TailHash:
+    """Hashes of a last block's first tokens: of those that a prompt of 165 tokens has."""
+
+    def tail_hash(full: int, tokens: int) -> bytes | None:
+        return (text * 32)[:30] + bytes([full, tokens]) if full * BLOCK + tokens <= 165 else None
+
+    return tail_hash
+
+
+def tail_at(block_id: int, text: bytes = b"t") -> Tail:
+    return Tail(block_id, 5, words(text)(5, 5) or b"")
 
 
 class Decode(Bench):
@@ -387,6 +401,81 @@ def test_too_much_in_quarantine_takes_no_landing_zone() -> None:
     assert bench.agent.counters.snapshot().fallbacks["QUARANTINE_FULL"] == 1
 
 
+def ask_all(bench: Decode, tokens: int = 5 * BLOCK + 5, full: int = 5) -> int | None:
+    return bench.agent.look("r", bench.key, chain(full), tokens, BLOCK, words())
+
+
+def land_all(bench: Decode) -> agent_pb2.LeaseHardened:
+    """With the last block, of which the prompt has five tokens."""
+    assert ask_all(bench) == 4 * BLOCK + 4
+    bench.pool.touch(range(20, 26))
+    bench.agent.allocated("r", bench.key, range(20, 26), 4 * BLOCK + 4)
+    bench.end_hook()
+    (hardened,) = bench.out.take("hardened")
+    found: agent_pb2.LeaseHardened = hardened
+    return found
+
+
+def test_the_last_block_is_written_too_up_to_the_token_that_is_computed() -> None:
+    bench = Decode()
+    blocks = land_all(bench).blocks
+    assert (blocks.range.start, blocks.range.end) == (1, 5)
+    assert list(blocks.block_ids) == [21, 22, 23, 24]
+    assert (blocks.tail.block_id, blocks.tail.num_tokens) == (25, 5)
+    assert blocks.tail.hash == words()(5, 5)
+    (order,) = bench.orders(m.Await)
+    assert (order.local_block_ids, order.partial) == ([21, 22, 23, 24, 25], True)
+    assert bench.held == 5
+    bench.report(ended(True))
+    (said,) = bench.out.take("stopped")
+    assert (said.stats.blocks, said.stats.tokens) == (5, 4 * BLOCK + 4)
+    assert bench.held == 0
+
+
+def test_a_prompt_of_whole_blocks_has_its_last_one_written_as_one_of_them() -> None:
+    bench = Decode()
+    assert ask_all(bench, tokens=5 * BLOCK) == 4 * BLOCK - 1
+    bench.agent.allocated("r", bench.key, range(20, 25), 4 * BLOCK - 1)
+    (hardened,) = bench.out.take("hardened")
+    assert list(hardened.blocks.block_ids) == [21, 22, 23, 24]
+    assert not hardened.blocks.HasField("tail")
+    assert [x.partial for x in bench.orders(m.Await)] == [False]
+    # Of one token more only that one is in its last block, and it is computed.
+    other = Decode()
+    assert ask_all(other, tokens=5 * BLOCK + 1) == 4 * BLOCK
+
+
+@pytest.mark.parametrize("offered", ["the same", "another", "none", "longer"])
+def test_a_read_into_a_landing_zone_fills_its_last_block_or_fails(offered: str) -> None:
+    bench = Decode()
+    land_all(bench)
+    over = agent_pb2.WriterStopped(lease_id="l1", version=2, pull_follows=True)
+    bench.obey(writer_stopped=over)
+    hashes = chain(6) if offered == "longer" else chain(5)
+    grant = grant_of(
+        hashes,
+        bench.clock(),
+        lease="l2",
+        direction=types_pb2.DIRECTION_FORWARD,
+        source=OTHER,
+    )
+    if offered in ("the same", "another"):
+        there = tail_at(909, b"t" if offered == "the same" else b"u")
+        grant.blocks.tail.block_id = there.block_id
+        grant.blocks.tail.num_tokens = there.tokens
+        grant.blocks.tail.hash = there.hash
+    bench.obey(grant=grant)
+    reads = bench.orders(m.Read)
+    if offered == "the same":
+        assert [x.local_block_ids for x in reads] == [[21, 22, 23, 24, 25]]
+        assert reads[0].remote_block_ids == [501, 502, 503, 504, 909]
+    else:
+        assert not reads
+        assert bench.stopped() == [(agent_pb2.TRANSFER_OUTCOME_UNUSED, "NO_COMMON_PREFIX")]
+        assert [x.request_id for x in bench.orders(m.Refuse)] == ["r"]
+        assert bench.held == 0
+
+
 # -- prefill -------------------------------------------------------------------------------------
 
 
@@ -396,6 +485,7 @@ class View:
     def __init__(self, hashes: Sequence[bytes]) -> None:
         self.own = list(hashes)
         self.taken = 0
+        self.tail_hash = words()
 
     def hashes(self) -> Sequence[bytes]:
         return self.own
@@ -414,7 +504,9 @@ class Prefill(Bench):
         self.expect(PREFILL, push=hope())
         self.view = View(chain(5))
 
-    def push_grant(self, ttl: float = 30, hashes: Sequence[bytes] | None = None) -> None:
+    def push_grant(
+        self, ttl: float = 30, hashes: Sequence[bytes] | None = None, tail: Tail | None = None
+    ) -> None:
         lands = (hashes or chain(5))[1:]
         grant = agent_pb2.Grant(
             lease_id="l1",
@@ -436,6 +528,10 @@ class Prefill(Bench):
             lease_seq=9,
         )
         grant.ttl.FromNanoseconds(int(ttl * NS))
+        if tail is not None:
+            grant.blocks.tail.block_id = tail.block_id
+            grant.blocks.tail.num_tokens = tail.tokens
+            grant.blocks.tail.hash = tail.hash
         self.obey(grant=grant)
 
     def run(self) -> None:
@@ -449,9 +545,9 @@ class Prefill(Bench):
         self.end_hook()
         return chunks
 
-    def finish(self, *, aborted: bool = False, blocks: int = 5) -> None:
+    def finish(self, *, aborted: bool = False, blocks: int = 5, tail: Tail | None = None) -> None:
         ids = tuple(range(20, 20 + blocks))
-        self.agent.finished(self.key, FinishedRequest("p", chain(blocks), ids, 165, aborted))
+        self.agent.finished(self.key, FinishedRequest("p", chain(blocks), ids, 165, aborted, tail))
         self.pool.free(range(20, 26))
         self.end_hook()
 
@@ -541,6 +637,54 @@ def test_a_grant_while_the_last_step_runs_is_served_at_its_end() -> None:
     assert order.chunk == m.PushChunk("l1", 0, 0, [21, 22, 23, 24], True)
     assert not bench.out.take("offered")
     assert bench.held == 4
+
+
+def test_a_last_block_goes_with_the_step_that_computes_its_last_token() -> None:
+    bench = Prefill()
+    bench.push_grant(tail=tail_at(777))
+    (order,) = bench.orders(m.Push)
+    assert order.remote_block_ids == [700, 701, 702, 703, 777]
+    bench.run()
+    assert bench.step(0, 162) == [m.PushChunk("l1", 0, 0, [21, 22, 23, 24], False)]
+    assert not bench.orders(m.PushFinish)
+    assert bench.step(162, 3) == [m.PushChunk("l1", 1, 4, [25], False)]
+    assert [x.chunks for x in bench.orders(m.PushFinish)] == [2]
+    assert [x.blocks for x in bench.out.take("active")] == [5]
+    bench.finish(tail=tail_at(25))
+    assert bench.held == 5
+    bench.report(m.PushChunkDone("l1", 0), m.PushChunkDone("l1", 1))
+    assert bench.held == 0
+
+
+def test_a_last_block_of_other_words_is_not_written() -> None:
+    bench = Prefill()
+    bench.push_grant(tail=tail_at(777, b"u"))
+    bench.run()
+    assert bench.step(0, 165) == []
+    assert [x.reason for x in bench.orders(m.PushStop)] == ["NO_COMMON_PREFIX"]
+
+
+@pytest.mark.parametrize("left", ["the same", "another", "none"])
+def test_a_late_grant_is_served_with_the_last_block_that_was_left_or_not_at_all(left: str) -> None:
+    tail = {"the same": tail_at(25), "another": tail_at(25, b"u"), "none": None}[left]
+    for granted in ("while the last step runs", "after the end"):
+        bench = Prefill()
+        bench.run()
+        bench.step(0, 165)
+        if granted == "after the end":
+            bench.finish(tail=tail)
+            bench.push_grant(tail=tail_at(777))
+        else:
+            bench.push_grant(tail=tail_at(777))
+            bench.finish(tail=tail)
+        blocks = [x.chunk.local_block_ids for x in bench.orders(m.PushBlocks)]
+        if left == "the same":
+            assert blocks == [[21, 22, 23, 24, 25]], granted
+        else:
+            assert not blocks, granted
+            refused = [x.reason for x in bench.out.take("refused")]
+            stopped = [x.reason for x in bench.orders(m.PushStop)]
+            assert (refused, stopped) in ((["REPLICA_GONE"], []), ([], ["REQUEST_ENDED"])), granted
 
 
 def test_a_grant_after_the_end_is_served_from_what_the_leg_left() -> None:

@@ -108,8 +108,9 @@ class Mover(FakeMover[Wire]):
         self.poll()
         return step
 
-    def await_(self, *, ttl_ns: int = TTL_NS) -> None:
-        self.obey(m.Await("r", "l1", 3, "other", 1, [7, 8], self.clock() + ttl_ns))
+    def await_(self, *, ttl_ns: int = TTL_NS, partial: bool = False) -> None:
+        deadline = self.clock() + ttl_ns
+        self.obey(m.Await("r", "l1", 3, "other", 1, [7, 8], deadline, partial))
 
     def poll(self, seconds: float = 0) -> None:
         self.clock.advance(seconds)
@@ -176,9 +177,9 @@ def test_each_layer_is_written_when_it_is_final_and_not_before(mover: Mover) -> 
     assert not mover.wire.said
     mover.obey(m.PushFinish("l1", 1))
     assert mover.ends == [(True, "")]
-    assert [x[1].split(b"|")[:4] for x in mover.wire.said] == [
-        [b"pushed", b"3", b"l1", str(6 * 4 * 64).encode()]
-    ]
+    (words,) = [x[1].split(b"|") for x in mover.wire.said]
+    assert words[:4] == [b"pushed", b"3", b"l1", str(6 * 4 * 64).encode()]
+    assert words[5:] == [b"6"]  # blocks
     assert mover.wire.lists == 0
     assert all(x.released for x in mover.wire.writes)
 
@@ -382,6 +383,29 @@ def test_a_notice_in_time_publishes(mover: Mover) -> None:
     mover.hear(b"gone|3|l1|REVOKED")
     assert mover.results.take() == (set(), set())
     assert not mover.landed
+
+
+@pytest.mark.parametrize(
+    ("counted", "partial", "whole"),
+    [
+        (b"|2", False, True),
+        (b"|2", True, True),
+        (b"|1", False, False),
+        (b"|1", True, False),
+        # Of an agent from before partial blocks: it has written the full ones.
+        (b"", False, True),
+        (b"", True, False),
+        (b"|", True, False),
+        (b"|x", True, False),
+    ],
+)
+def test_only_who_has_written_all_blocks_is_believed(
+    mover: Mover, counted: bytes, partial: bool, whole: bool
+) -> None:
+    mover.await_(partial=partial)
+    mover.hear(b"pushed|3|l1|1024|77" + counted)
+    assert mover.results.take() == ({"r"}, set() if whole else {"r"})
+    assert mover.landed == [(whole, "" if whole else "INCOMPLETE")]
 
 
 @pytest.mark.parametrize(
