@@ -112,19 +112,18 @@ def _settings(options: argparse.Namespace, pool: Pool) -> dict[str, Any]:
 def _raw(results: Results, model: Path) -> dict[str, Any]:
     """Raw NIXL on as many bytes, in as many descriptors, as the median return of ours."""
     moved = sorted(
-        (m.bytes, m.blocks)
+        (m.bytes, m.descriptors, m.blocks)
         for s in results.samples
         for m in s.moved
-        if m.direction == "RETURN" and m.state == "COMPLETED" and m.bytes
+        if m.direction == "RETURN" and m.state == "COMPLETED" and m.bytes and m.descriptors
     )
     if not moved:
         return {}
-    size, blocks = moved[len(moved) // 2]
+    size, descriptors, blocks = moved[len(moved) // 2]
     layers = int(json.loads((model / "config.json").read_text())["num_hidden_layers"])
-    # As our agent reads: a run of neighbouring blocks is one descriptor a layer. What it finds on
-    # a fresh pool is one run; block by block is what a fragmented one would cost.
-    return raw_nixl.measure(size, layers) | {
-        "block_by_block": raw_nixl.measure(size, layers * blocks)
+    return raw_nixl.measure(size, descriptors) | {
+        "in_one_run": raw_nixl.measure(size, layers),
+        "block_by_block": raw_nixl.measure(size, layers * blocks),
     }
 
 

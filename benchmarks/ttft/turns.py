@@ -33,6 +33,7 @@ class Moved:
     eager: bool
     blocks: int
     bytes: int
+    descriptors: int
     transfer_ms: float
     wait_ms: float
     state: str
@@ -217,6 +218,7 @@ class Client:
                 eager=bool(getattr(lease, "eager", False)),
                 blocks=lease.stats.blocks,
                 bytes=lease.stats.bytes,
+                descriptors=lease.stats.descriptors,
                 transfer_ms=lease.stats.transfer_time.ToNanoseconds() / 1e6,
                 wait_ms=lease.stats.wait_time.ToNanoseconds() / 1e6,
                 state=lease_service_pb2.LeaseState.Name(lease.state).removeprefix("LEASE_STATE_"),

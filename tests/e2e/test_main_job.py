@@ -62,6 +62,7 @@ def test_with_prefills_cache_cold_all_comes_back(
         # A last block that is not full is moved whole.
         assert lease.stats.bytes == lease.stats.blocks * bytes_a_block
         assert lease.stats.blocks == -(-lease.stats.tokens // BLOCK)
+        assert lease.stats.descriptors
 
 
 def test_the_last_block_moves_too_though_it_is_not_full(cluster: Cluster, oracle: Oracle) -> None:

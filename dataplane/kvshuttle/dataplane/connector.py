@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from kvshuttle.dataplane import huge_pages
 from kvshuttle.dataplane.clock import boottime_ns
 from kvshuttle.dataplane.config import AgentConfig
 from kvshuttle.dataplane.faults import Faults, LeakyHolds
@@ -127,6 +128,11 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Registers this rank's memory with NIXL and starts its mover."""
         num_blocks = int(self._kv_cache_config.num_blocks)
         regions = kv_regions(kv_caches, num_blocks)
+        on_host = [
+            (r.base, r.block_bytes * r.num_blocks) for r in regions if r.memory_type == "DRAM"
+        ]
+        if on_host:
+            huge_pages.advise(on_host, boottime_ns)
         rank = rank_of(self._vllm_config)
         heads = kv_heads(self._vllm_config, self._kv_cache_config, rank, regions)
         self._mover = Mover(

@@ -50,6 +50,7 @@ class Load:
     reason: str = ""
     bytes_moved: int = 0
     transfer_ns: int = 0
+    descriptors: int = 0
 
 
 @dataclass(frozen=True)
@@ -519,6 +520,7 @@ class DestinationSide:
         load.reason = load.reason or message.reason
         load.bytes_moved += message.bytes_moved
         load.transfer_ns = max(load.transfer_ns, message.transfer_ns)
+        load.descriptors += message.descriptors
         if load.ranks_left:
             return
         journal.landing_let_go(message.lease_id, message.request_id)
@@ -533,6 +535,7 @@ class DestinationSide:
             stopped.stats.blocks = load.blocks
             stopped.stats.tokens = load.tokens
             stopped.stats.bytes = load.bytes_moved
+            stopped.stats.descriptors = load.descriptors
             stopped.stats.transfer_time.FromNanoseconds(load.transfer_ns)
             stopped.stats.wait_time.FromNanoseconds(max(0, self._clock() - load.looked_ns))
             self._counters.transfer(

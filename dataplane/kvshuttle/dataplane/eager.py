@@ -46,6 +46,7 @@ class _Piece:
     reason: str = ""
     bytes_moved: int = 0
     transfer_ns: int = 0
+    descriptors: int = 0
 
 
 @dataclass(eq=False)
@@ -68,6 +69,7 @@ class _Return:
     blocks: int = 0
     bytes_moved: int = 0
     transfer_ns: int = 0
+    descriptors: int = 0
 
 
 @dataclass
@@ -154,6 +156,7 @@ class EagerSide:
         piece.reason = piece.reason or message.reason
         piece.bytes_moved += message.bytes_moved
         piece.transfer_ns = max(piece.transfer_ns, message.transfer_ns)
+        piece.descriptors += message.descriptors
         if piece.ranks_left:
             return True
         del self._by_piece[piece.name]
@@ -280,6 +283,7 @@ class EagerSide:
         job.blocks += len(piece.indexes)
         job.bytes_moved += piece.bytes_moved
         job.transfer_ns += piece.transfer_ns
+        job.descriptors += piece.descriptors
         if job.stopping:
             self._let_go(job)
 
@@ -310,6 +314,7 @@ class EagerSide:
             stopped.stats.blocks = job.blocks
             stopped.stats.tokens = job.blocks * self.block_size
             stopped.stats.bytes = job.bytes_moved
+            stopped.stats.descriptors = job.descriptors
             stopped.stats.transfer_time.FromNanoseconds(job.transfer_ns)
             stopped.stats.wait_time.FromNanoseconds(max(0, self.clock() - job.began_ns))
             self.counters.transfer(

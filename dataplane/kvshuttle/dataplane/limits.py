@@ -14,6 +14,7 @@ __all__ = [
     "EAGER_PIECE_BLOCKS",
     "EAGER_REMEMBERED",
     "EVENTS_BYTES",
+    "HUGE_PAGES_NS",
     "LANDING_WAIT_NS",
     "LONG_REST_NS",
     "MAX_CLOSED_PUSHES",
@@ -58,6 +59,9 @@ interval, a few ms."""
 CONNECT_LINGER_NS = 2 * NS
 """How long both ends keep calling into NIXL after they learnt of each other: UCX's wire-up takes
 14 to 21 ms between two processes here, when both progress."""
+
+HUGE_PAGES_NS = 5 * NS
+"""How much longer a start may take for huge pages: 2 to 20 GB of a pool in host memory."""
 
 POLL_MIN_NS = 50_000
 """First interval between polls after something happened: a 13 MB READ takes about 3 ms."""

@@ -270,6 +270,7 @@ class ReadEnded(msgspec.Struct, tag=True, frozen=True):
     reason: str
     bytes_moved: int
     transfer_ns: int
+    descriptors: int = 0
 
 
 class ReadGivenUp(msgspec.Struct, tag=True, frozen=True):

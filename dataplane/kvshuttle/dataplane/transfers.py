@@ -124,6 +124,7 @@ class _ReadState:
     phase: _Phase = _Phase.POSTED
     completed_ns: int = 0
     bytes_moved: int = 0
+    descriptors: int = 0
     # Reason for which vLLM was told that the load failed, while NIXL has not let go.
     given_up: str = ""
 
@@ -465,6 +466,7 @@ class Transfers:
             status = self._transport.state(part.handle)
             if status == "DONE":
                 part.done = True
+                state.descriptors += part.handle.descriptors
                 state.bytes_moved += counted_bytes(
                     self._transport, part.handle, state.order.lease_id
                 )
@@ -538,6 +540,7 @@ class Transfers:
                 reason,
                 state.bytes_moved,
                 elapsed,
+                state.descriptors,
             )
         )
 

@@ -48,6 +48,7 @@ class ReadHandle:
 
     raw: Any
     expected_bytes: int
+    descriptors: int = 0
 
 
 @dataclass(eq=False)
@@ -63,13 +64,18 @@ class BlockList:
 def merge_runs(
     local: Sequence[int], remote: Sequence[int]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Joins neighbouring blocks that are contiguous on both sides.
+    """Joins neighbouring blocks that are contiguous on both sides, in whatever order they come: a
+    pool hands blocks out in falling order after a request's were freed from their end.
 
     Returns three arrays of equal length: first local block, first remote block and number of
     blocks of each run. ``local`` and ``remote`` have the same length, at least 1.
     """
     a = np.asarray(local, dtype=np.int64)
     b = np.asarray(remote, dtype=np.int64)
+    if len(a) != len(b):
+        raise ValueError(f"{len(a)} local blocks, {len(b)} of the peer's")
+    order = np.argsort(a, kind="stable")
+    a, b = a[order], b[order]
     breaks = np.flatnonzero((np.diff(a) != 1) | (np.diff(b) != 1)) + 1
     starts = np.concatenate(([0], breaks))
     lengths = np.diff(np.concatenate((starts, [len(a)])))
@@ -208,7 +214,7 @@ class NixlTransport:
             raw = self._agent.initialize_xfer(
                 "READ", mine_descs, peer_descs, agent_name, notice, backends=[self.backend]
             )
-            handle = ReadHandle(raw, total)
+            handle = ReadHandle(raw, total, sum(map(len, local_rows)))
             if self._agent.transfer(raw) == "ERR":
                 raise TransportError(f"peer {agent_name}: READ was refused")
         except TransportError:
@@ -264,7 +270,8 @@ class NixlTransport:
                 b"",
                 backends=[self.backend],
             )
-            handle = ReadHandle(raw, sum(self._regions[r].block_bytes for r in regions) * count)
+            total = sum(self._regions[r].block_bytes for r in regions) * count
+            handle = ReadHandle(raw, total, len(regions) * count)
             if self._agent.transfer(raw) == "ERR":
                 raise TransportError(f"peer {remote.agent_name}: WRITE was refused")
         except TransportError:

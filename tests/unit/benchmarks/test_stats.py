@@ -124,7 +124,7 @@ def test_push_and_eager_is_ours_where_it_was_run() -> None:
 
 def moved(direction: str, *, state: str = "COMPLETED", ms: float = 20.0) -> Moved:
     """A transfer of 50 MB."""
-    return Moved(direction, True, 70, 50_000_000, ms, 1.0, state)
+    return Moved(direction, True, 70, 50_000_000, 30, ms, 1.0, state)
 
 
 def test_gb_per_s_is_of_completed_returns_only() -> None:

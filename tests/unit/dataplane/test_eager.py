@@ -51,6 +51,7 @@ def end_read(bench: Bench, read: m.Read, reason: str = "", ranks: int = 1) -> No
                 reason,
                 1_000 * len(read.local_block_ids),
                 5_000_000,
+                3,
             )
         )
     bench.end_hook()
@@ -80,6 +81,7 @@ def test_it_lands_in_the_cache_and_is_let_go(bench: Bench) -> None:
     (stopped,) = bench.out.take("stopped")
     assert stopped.outcome == PUBLISHED
     assert (stopped.stats.blocks, stopped.stats.bytes) == (6, 6_000)
+    assert stopped.stats.descriptors == 3
     counted = bench.agent.counters.snapshot()
     assert (counted.returned_tokens, counted.eager_tokens) == (6 * BLOCK, 6 * BLOCK)
 

@@ -10,7 +10,7 @@ from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS
 from kvshuttle.dataplane.scheduler import CommandBatch, FinishedRequest, SchedulerAgent, StreamUp
 from kvshuttle.dataplane.shapes import Heads
-from kvshuttle.dataplane.transport import TransportError
+from kvshuttle.dataplane.transport import ReadHandle, TransportError
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
 from tests.unit.dataplane.fakes import FakeClock, FakeMover, FakeOutbox, FakePool
@@ -37,20 +37,20 @@ class Wire:
     def drop_peer(self, name: str) -> None:
         self.dropped.append(name)
 
-    def post_read(self, name: str, *_: object) -> str:
+    def post_read(self, name: str, *_: object) -> ReadHandle:
         if name in self.refuses:
             raise TransportError(f"peer {name}: no")
         self.posted.append(name)
-        return name
+        return ReadHandle(name, 0, 30)
 
-    def state(self, handle: str) -> str:
-        return self.status.get(handle, "PROC")
+    def state(self, handle: ReadHandle) -> str:
+        return self.status.get(handle.raw, "PROC")
 
-    def bytes_moved(self, handle: str) -> int:
-        return {"left": 100, "right": 10}[handle]
+    def bytes_moved(self, handle: ReadHandle) -> int:
+        return {"left": 100, "right": 10}[handle.raw]
 
-    def release(self, handle: str) -> bool:
-        self.released.append(handle)
+    def release(self, handle: ReadHandle) -> bool:
+        self.released.append(handle.raw)
         return True
 
     def notify(self, *_: object) -> None:

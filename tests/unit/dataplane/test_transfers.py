@@ -14,6 +14,7 @@ from kvshuttle.dataplane.limits import (
     DEADLINE_MARGIN_NS,
     READ_STALL_NS,
 )
+from kvshuttle.dataplane.transport import ReadHandle
 from tests.unit.dataplane.fakes import FakeMover
 
 TTL_NS = 30 * NS
@@ -34,9 +35,9 @@ class Wire:
 
     drop_peer = add_peer
 
-    def post_read(self, *_: object) -> object:
+    def post_read(self, *_: object) -> ReadHandle:
         self.posted += 1
-        return object()
+        return ReadHandle(None, 0)
 
     def state(self, _: object) -> str:
         return self.status

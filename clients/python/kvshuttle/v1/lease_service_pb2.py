@@ -28,43 +28,43 @@ from kvshuttle.v1 import session_service_pb2 as kvshuttle_dot_v1_dot_session__se
 from kvshuttle.v1 import types_pb2 as kvshuttle_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvshuttle/v1/lease_service.proto\x12\x0ckvshuttle.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"kvshuttle/v1/session_service.proto\x1a\x18kvshuttle/v1/types.proto\"\x82\x05\n\x05Lease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x0c\n\x04turn\x18\x04 \x01(\x04\x12*\n\tdirection\x18\x05 \x01(\x0e\x32\x17.kvshuttle.v1.Direction\x12\'\n\x05state\x18\x06 \x01(\x0e\x32\x18.kvshuttle.v1.LeaseState\x12\'\n\x06source\x18\x07 \x01(\x0b\x32\x17.kvshuttle.v1.WorkerRef\x12,\n\x0b\x64\x65stination\x18\x08 \x01(\x0b\x32\x17.kvshuttle.v1.WorkerRef\x12\'\n\x05range\x18\t \x01(\x0b\x32\x18.kvshuttle.v1.BlockRange\x12\x11\n\thead_hash\x18\n \x01(\x0c\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\x12\x0f\n\x07version\x18\x0c \x01(\x04\x12&\n\x03ttl\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0b\x63reate_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\ngrant_time\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nend_reason\x18\x11 \x01(\t\x12*\n\x05stats\x18\x12 \x01(\x0b\x32\x1b.kvshuttle.v1.TransferStats\x12\r\n\x05\x65\x61ger\x18\x13 \x01(\x08\x12\x0c\n\x04push\x18\x14 \x01(\x08\x12\x19\n\x11source_session_id\x18\x15 \x01(\t\"\x9e\x01\n\rTransferStats\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x30\n\rtransfer_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\twait_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"#\n\x0fGetLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"6\n\x10GetLeaseResponse\x12\"\n\x05lease\x18\x01 \x01(\x0b\x32\x13.kvshuttle.v1.Lease\"\x8b\x01\n\x11ListLeasesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12(\n\x06states\x18\x03 \x03(\x0e\x32\x18.kvshuttle.v1.LeaseState\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12\x11\n\tworker_id\x18\x05 \x01(\t\"R\n\x12ListLeasesResponse\x12#\n\x06leases\x18\x01 \x03(\x0b\x32\x13.kvshuttle.v1.Lease\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"a\n\x11RenewLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"8\n\x12RenewLeaseResponse\x12\"\n\x05lease\x18\x01 \x01(\x0b\x32\x13.kvshuttle.v1.Lease\"J\n\x12RevokeLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"9\n\x13RevokeLeaseResponse\x12\"\n\x05lease\x18\x01 \x01(\x0b\x32\x13.kvshuttle.v1.Lease\">\n\x12WatchLeasesRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"\xed\x01\n\x13WatchLeasesResponse\x12/\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1b.kvshuttle.v1.LeaseSnapshotH\x00\x12&\n\x07\x63hanged\x18\x02 \x01(\x0b\x32\x13.kvshuttle.v1.LeaseH\x00\x12/\n\x08progress\x18\x03 \x01(\x0b\x32\x1b.kvshuttle.v1.WatchProgressH\x00\x12-\n\x07removed\x18\x05 \x01(\x0b\x32\x1a.kvshuttle.v1.LeaseRemovedH\x00\x12\x14\n\x0cresume_token\x18\x04 \x01(\tB\x07\n\x05\x65vent\"\x82\x01\n\rLeaseSnapshot\x12#\n\x06leases\x18\x01 \x03(\x0b\x32\x13.kvshuttle.v1.Lease\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\x12\r\n\x05\x66irst\x18\x03 \x01(\x08\x12+\n\x07removed\x18\x04 \x03(\x0b\x32\x1a.kvshuttle.v1.LeaseRemoved\" \n\x0cLeaseRemoved\x12\x10\n\x08lease_id\x18\x01 \x01(\t*\xd8\x01\n\nLeaseState\x12\x1b\n\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13LEASE_STATE_PENDING\x10\x01\x12\x17\n\x13LEASE_STATE_GRANTED\x10\x02\x12\x16\n\x12LEASE_STATE_ACTIVE\x10\x03\x12\x19\n\x15LEASE_STATE_COMPLETED\x10\x04\x12\x16\n\x12LEASE_STATE_FAILED\x10\x05\x12\x17\n\x13LEASE_STATE_EXPIRED\x10\x06\x12\x17\n\x13LEASE_STATE_REVOKED\x10\x07\x32\xa5\x03\n\x0cLeaseService\x12I\n\x08GetLease\x12\x1d.kvshuttle.v1.GetLeaseRequest\x1a\x1e.kvshuttle.v1.GetLeaseResponse\x12O\n\nListLeases\x12\x1f.kvshuttle.v1.ListLeasesRequest\x1a .kvshuttle.v1.ListLeasesResponse\x12O\n\nRenewLease\x12\x1f.kvshuttle.v1.RenewLeaseRequest\x1a .kvshuttle.v1.RenewLeaseResponse\x12R\n\x0bRevokeLease\x12 .kvshuttle.v1.RevokeLeaseRequest\x1a!.kvshuttle.v1.RevokeLeaseResponse\x12T\n\x0bWatchLeases\x12 .kvshuttle.v1.WatchLeasesRequest\x1a!.kvshuttle.v1.WatchLeasesResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n kvshuttle/v1/lease_service.proto\x12\x0ckvshuttle.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\"kvshuttle/v1/session_service.proto\x1a\x18kvshuttle/v1/types.proto\"\x82\x05\n\x05Lease\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06tenant\x18\x02 \x01(\t\x12\x12\n\nsession_id\x18\x03 \x01(\t\x12\x0c\n\x04turn\x18\x04 \x01(\x04\x12*\n\tdirection\x18\x05 \x01(\x0e\x32\x17.kvshuttle.v1.Direction\x12\'\n\x05state\x18\x06 \x01(\x0e\x32\x18.kvshuttle.v1.LeaseState\x12\'\n\x06source\x18\x07 \x01(\x0b\x32\x17.kvshuttle.v1.WorkerRef\x12,\n\x0b\x64\x65stination\x18\x08 \x01(\x0b\x32\x17.kvshuttle.v1.WorkerRef\x12\'\n\x05range\x18\t \x01(\x0b\x32\x18.kvshuttle.v1.BlockRange\x12\x11\n\thead_hash\x18\n \x01(\x0c\x12\r\n\x05\x65poch\x18\x0b \x01(\x04\x12\x0f\n\x07version\x18\x0c \x01(\x04\x12&\n\x03ttl\x18\r \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0b\x63reate_time\x18\x0e \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12.\n\ngrant_time\x18\x0f \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12,\n\x08\x65nd_time\x18\x10 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x12\n\nend_reason\x18\x11 \x01(\t\x12*\n\x05stats\x18\x12 \x01(\x0b\x32\x1b.kvshuttle.v1.TransferStats\x12\r\n\x05\x65\x61ger\x18\x13 \x01(\x08\x12\x0c\n\x04push\x18\x14 \x01(\x08\x12\x19\n\x11source_session_id\x18\x15 \x01(\t\"\xb3\x01\n\rTransferStats\x12\x0e\n\x06\x62locks\x18\x01 \x01(\r\x12\x0e\n\x06tokens\x18\x02 \x01(\x04\x12\r\n\x05\x62ytes\x18\x03 \x01(\x04\x12\x30\n\rtransfer_time\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\twait_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0b\x64\x65scriptors\x18\x06 \x01(\x04\"#\n\x0fGetLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\"6\n\x10GetLeaseResponse\x12\"\n\x05lease\x18\x01 \x01(\x0b\x32\x13.kvshuttle.v1.Lease\"\x8b\x01\n\x11ListLeasesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12(\n\x06states\x18\x03 \x03(\x0e\x32\x18.kvshuttle.v1.LeaseState\x12\x12\n\nsession_id\x18\x04 \x01(\t\x12\x11\n\tworker_id\x18\x05 \x01(\t\"R\n\x12ListLeasesResponse\x12#\n\x06leases\x18\x01 \x03(\x0b\x32\x13.kvshuttle.v1.Lease\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"a\n\x11RenewLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12&\n\x03ttl\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"8\n\x12RenewLeaseResponse\x12\"\n\x05lease\x18\x01 \x01(\x0b\x32\x13.kvshuttle.v1.Lease\"J\n\x12RevokeLeaseRequest\x12\x10\n\x08lease_id\x18\x01 \x01(\t\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\"9\n\x13RevokeLeaseResponse\x12\"\n\x05lease\x18\x01 \x01(\x0b\x32\x13.kvshuttle.v1.Lease\">\n\x12WatchLeasesRequest\x12\x14\n\x0cresume_token\x18\x01 \x01(\t\x12\x12\n\nsession_id\x18\x02 \x01(\t\"\xed\x01\n\x13WatchLeasesResponse\x12/\n\x08snapshot\x18\x01 \x01(\x0b\x32\x1b.kvshuttle.v1.LeaseSnapshotH\x00\x12&\n\x07\x63hanged\x18\x02 \x01(\x0b\x32\x13.kvshuttle.v1.LeaseH\x00\x12/\n\x08progress\x18\x03 \x01(\x0b\x32\x1b.kvshuttle.v1.WatchProgressH\x00\x12-\n\x07removed\x18\x05 \x01(\x0b\x32\x1a.kvshuttle.v1.LeaseRemovedH\x00\x12\x14\n\x0cresume_token\x18\x04 \x01(\tB\x07\n\x05\x65vent\"\x82\x01\n\rLeaseSnapshot\x12#\n\x06leases\x18\x01 \x03(\x0b\x32\x13.kvshuttle.v1.Lease\x12\x10\n\x08\x63omplete\x18\x02 \x01(\x08\x12\r\n\x05\x66irst\x18\x03 \x01(\x08\x12+\n\x07removed\x18\x04 \x03(\x0b\x32\x1a.kvshuttle.v1.LeaseRemoved\" \n\x0cLeaseRemoved\x12\x10\n\x08lease_id\x18\x01 \x01(\t*\xd8\x01\n\nLeaseState\x12\x1b\n\x17LEASE_STATE_UNSPECIFIED\x10\x00\x12\x17\n\x13LEASE_STATE_PENDING\x10\x01\x12\x17\n\x13LEASE_STATE_GRANTED\x10\x02\x12\x16\n\x12LEASE_STATE_ACTIVE\x10\x03\x12\x19\n\x15LEASE_STATE_COMPLETED\x10\x04\x12\x16\n\x12LEASE_STATE_FAILED\x10\x05\x12\x17\n\x13LEASE_STATE_EXPIRED\x10\x06\x12\x17\n\x13LEASE_STATE_REVOKED\x10\x07\x32\xa5\x03\n\x0cLeaseService\x12I\n\x08GetLease\x12\x1d.kvshuttle.v1.GetLeaseRequest\x1a\x1e.kvshuttle.v1.GetLeaseResponse\x12O\n\nListLeases\x12\x1f.kvshuttle.v1.ListLeasesRequest\x1a .kvshuttle.v1.ListLeasesResponse\x12O\n\nRenewLease\x12\x1f.kvshuttle.v1.RenewLeaseRequest\x1a .kvshuttle.v1.RenewLeaseResponse\x12R\n\x0bRevokeLease\x12 .kvshuttle.v1.RevokeLeaseRequest\x1a!.kvshuttle.v1.RevokeLeaseResponse\x12T\n\x0bWatchLeases\x12 .kvshuttle.v1.WatchLeasesRequest\x1a!.kvshuttle.v1.WatchLeasesResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvshuttle.v1.lease_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LEASESTATE']._serialized_start=2066
-  _globals['_LEASESTATE']._serialized_end=2282
+  _globals['_LEASESTATE']._serialized_start=2087
+  _globals['_LEASESTATE']._serialized_end=2303
   _globals['_LEASE']._serialized_start=178
   _globals['_LEASE']._serialized_end=820
   _globals['_TRANSFERSTATS']._serialized_start=823
-  _globals['_TRANSFERSTATS']._serialized_end=981
-  _globals['_GETLEASEREQUEST']._serialized_start=983
-  _globals['_GETLEASEREQUEST']._serialized_end=1018
-  _globals['_GETLEASERESPONSE']._serialized_start=1020
-  _globals['_GETLEASERESPONSE']._serialized_end=1074
-  _globals['_LISTLEASESREQUEST']._serialized_start=1077
-  _globals['_LISTLEASESREQUEST']._serialized_end=1216
-  _globals['_LISTLEASESRESPONSE']._serialized_start=1218
-  _globals['_LISTLEASESRESPONSE']._serialized_end=1300
-  _globals['_RENEWLEASEREQUEST']._serialized_start=1302
-  _globals['_RENEWLEASEREQUEST']._serialized_end=1399
-  _globals['_RENEWLEASERESPONSE']._serialized_start=1401
-  _globals['_RENEWLEASERESPONSE']._serialized_end=1457
-  _globals['_REVOKELEASEREQUEST']._serialized_start=1459
-  _globals['_REVOKELEASEREQUEST']._serialized_end=1533
-  _globals['_REVOKELEASERESPONSE']._serialized_start=1535
-  _globals['_REVOKELEASERESPONSE']._serialized_end=1592
-  _globals['_WATCHLEASESREQUEST']._serialized_start=1594
-  _globals['_WATCHLEASESREQUEST']._serialized_end=1656
-  _globals['_WATCHLEASESRESPONSE']._serialized_start=1659
-  _globals['_WATCHLEASESRESPONSE']._serialized_end=1896
-  _globals['_LEASESNAPSHOT']._serialized_start=1899
-  _globals['_LEASESNAPSHOT']._serialized_end=2029
-  _globals['_LEASEREMOVED']._serialized_start=2031
-  _globals['_LEASEREMOVED']._serialized_end=2063
-  _globals['_LEASESERVICE']._serialized_start=2285
-  _globals['_LEASESERVICE']._serialized_end=2706
+  _globals['_TRANSFERSTATS']._serialized_end=1002
+  _globals['_GETLEASEREQUEST']._serialized_start=1004
+  _globals['_GETLEASEREQUEST']._serialized_end=1039
+  _globals['_GETLEASERESPONSE']._serialized_start=1041
+  _globals['_GETLEASERESPONSE']._serialized_end=1095
+  _globals['_LISTLEASESREQUEST']._serialized_start=1098
+  _globals['_LISTLEASESREQUEST']._serialized_end=1237
+  _globals['_LISTLEASESRESPONSE']._serialized_start=1239
+  _globals['_LISTLEASESRESPONSE']._serialized_end=1321
+  _globals['_RENEWLEASEREQUEST']._serialized_start=1323
+  _globals['_RENEWLEASEREQUEST']._serialized_end=1420
+  _globals['_RENEWLEASERESPONSE']._serialized_start=1422
+  _globals['_RENEWLEASERESPONSE']._serialized_end=1478
+  _globals['_REVOKELEASEREQUEST']._serialized_start=1480
+  _globals['_REVOKELEASEREQUEST']._serialized_end=1554
+  _globals['_REVOKELEASERESPONSE']._serialized_start=1556
+  _globals['_REVOKELEASERESPONSE']._serialized_end=1613
+  _globals['_WATCHLEASESREQUEST']._serialized_start=1615
+  _globals['_WATCHLEASESREQUEST']._serialized_end=1677
+  _globals['_WATCHLEASESRESPONSE']._serialized_start=1680
+  _globals['_WATCHLEASESRESPONSE']._serialized_end=1917
+  _globals['_LEASESNAPSHOT']._serialized_start=1920
+  _globals['_LEASESNAPSHOT']._serialized_end=2050
+  _globals['_LEASEREMOVED']._serialized_start=2052
+  _globals['_LEASEREMOVED']._serialized_end=2084
+  _globals['_LEASESERVICE']._serialized_start=2306
+  _globals['_LEASESERVICE']._serialized_end=2727
 # @@protoc_insertion_point(module_scope)

@@ -198,12 +198,17 @@ class TransferStats(_message.Message):
     BYTES_FIELD_NUMBER: _builtins.int
     TRANSFER_TIME_FIELD_NUMBER: _builtins.int
     WAIT_TIME_FIELD_NUMBER: _builtins.int
+    DESCRIPTORS_FIELD_NUMBER: _builtins.int
     blocks: _builtins.int
     """Blocks read."""
     tokens: _builtins.int
     """Tokens that the request did not compute because of it: the engine's own external-hit count."""
     bytes: _builtins.int
     """Bytes, counted by NIXL."""
+    descriptors: _builtins.int
+    """Pieces of memory that were moved, on all ranks: one a layer and run of blocks that are
+    neighbours on both sides. 0 of a push, whose pieces are its writer's, and of older agents.
+    """
     @_builtins.property
     def transfer_time(self) -> _duration_pb2.Duration:
         """From posting the transfer to its completion."""
@@ -220,10 +225,11 @@ class TransferStats(_message.Message):
         bytes: _builtins.int = ...,
         transfer_time: _duration_pb2.Duration | None = ...,
         wait_time: _duration_pb2.Duration | None = ...,
+        descriptors: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["transfer_time", b"transfer_time", "wait_time", b"wait_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "tokens", b"tokens", "transfer_time", b"transfer_time", "wait_time", b"wait_time"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["blocks", b"blocks", "bytes", b"bytes", "descriptors", b"descriptors", "tokens", b"tokens", "transfer_time", b"transfer_time", "wait_time", b"wait_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -233,3 +233,4 @@ class TransferStats(Struct, frozen=True, array_like=True, gc=False):
     bytes: int = 0
     transfer_ns: int = 0
     wait_ns: int = 0
+    descriptors: int = 0

@@ -176,6 +176,7 @@ def _stats(stats: TransferStats) -> leases.TransferStats:
         bytes=stats.bytes,
         transfer_time=duration(stats.transfer_ns),
         wait_time=duration(stats.wait_ns),
+        descriptors=stats.descriptors,
     )
 
 

@@ -192,6 +192,7 @@ def _stats_in(message: leases.TransferStats) -> TransferStats:
         bytes=_count(message.bytes),
         transfer_ns=_span(message.transfer_time),
         wait_ns=_span(message.wait_time),
+        descriptors=_count(message.descriptors),
     )
 
 
