@@ -17,7 +17,7 @@ from rich.console import Console
 from benchmarks.ttft import raw_nixl
 from benchmarks.ttft.arms import ARMS, Pool
 from benchmarks.ttft.offload_tier import reason_it_does_not_run
-from benchmarks.ttft.report import last_line, summary, tables
+from benchmarks.ttft.report import arm_of_ours, last_line, summary, tables
 from benchmarks.ttft.schedule import Plan, fixed, from_traces, read_traces
 from benchmarks.ttft.session import Options, Results, Run
 
@@ -110,13 +110,9 @@ def _settings(options: argparse.Namespace, pool: Pool) -> dict[str, Any]:
 
 
 def _raw(results: Results, model: Path) -> dict[str, Any]:
-    """Raw NIXL on as many bytes, in as many descriptors, as the median return of ours."""
-    moved = sorted(
-        (m.bytes, m.descriptors, m.blocks)
-        for s in results.samples
-        for m in s.moved
-        if m.direction == "RETURN" and m.state == "COMPLETED" and m.bytes and m.descriptors
-    )
+    """Raw NIXL on as many bytes, in as many descriptors, as our median return to an idle engine."""
+    ours = results.quiet.get(arm_of_ours(results.samples), [])
+    moved = sorted((m.bytes, m.descriptors, m.blocks) for m in ours if m.descriptors)
     if not moved:
         return {}
     size, descriptors, blocks = moved[len(moved) // 2]

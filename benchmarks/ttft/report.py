@@ -42,7 +42,7 @@ def summary(results: Results, raw: dict[str, Any], settings: dict[str, Any]) -> 
             }
             for scenario in scenarios
         },
-        "transfers": _transfers(results.samples, raw),
+        "transfers": _transfers(results, raw),
         "prefill_throughput_of_push": prefill_throughput(results.samples, "g", "f").record(),
         "idle": results.idle,
         "samples": [dataclasses.asdict(s) for s in results.samples],
@@ -184,26 +184,34 @@ def gbps(samples: Sequence[Sample], arm: str) -> list[float]:
             continue
         if s.legs.return_bytes and s.legs.return_ms:
             found.append(s.legs.return_bytes / s.legs.return_ms / 1e6)
-        found += [
-            m.bytes / m.transfer_ms / 1e6
-            for m in s.moved
-            if m.direction == "RETURN" and m.state == "COMPLETED" and m.bytes and m.transfer_ms
-        ]
+        found += [m.gb_per_s for m in s.moved if m.is_whole_return]
     return found
 
 
-def _transfers(samples: Sequence[Sample], raw: dict[str, Any]) -> dict[str, Any]:
+def _transfers(results: Results, raw: dict[str, Any]) -> dict[str, Any]:
+    samples = results.samples
+    ours = arm_of_ours(samples)
     rates = {arm: median_or_none(gbps(samples, arm)) for arm in ("c", "e", "f", "g")}
+    quiet = {
+        arm: median_or_none([m.gb_per_s for m in moved]) for arm, moved in results.quiet.items()
+    }
 
-    def over(theirs: float | None) -> float | None:
-        ours = rates[arm_of_ours(samples)]
-        return round(ours / theirs, 4) if ours and theirs else None
+    def over(mine: float | None, theirs: float | None) -> float | None:
+        return round(mine / theirs, 4) if mine and theirs else None
+
+    def rounded(found: dict[str, float | None]) -> dict[str, float | None]:
+        return {k: None if v is None else round(v, 3) for k, v in found.items()}
 
     return {
-        "gbps_of_returns": {k: None if v is None else round(v, 3) for k, v in rates.items()},
+        "gbps_of_returns": rounded(rates),
+        "gbps_of_returns_to_idle_engines": rounded(quiet),
+        "returns_to_idle_engines": {
+            arm: [dataclasses.asdict(m) for m in moved] for arm, moved in results.quiet.items()
+        },
         "raw_nixl": raw,
-        "gbps_ratio_to_upstream": over(rates["c"]),
-        "gbps_ratio_to_raw": over(raw.get("gb_per_s_median")),
+        "gbps_ratio_to_upstream": over(rates[ours], rates["c"]),
+        # Upstream's and the turns' are measured while both engines go on; this one is not.
+        "gbps_ratio_to_raw": over(quiet.get(ours), raw.get("gb_per_s_median")),
     }
 
 

@@ -17,7 +17,7 @@ from benchmarks.ttft.arms import ARMS, Arm, ArmKind, Pool, Scenario, open_arm
 from benchmarks.ttft.groups import RESERVE_BYTES, available_bytes, plan_groups, used_bytes
 from benchmarks.ttft.schedule import Plan
 from benchmarks.ttft.texts import History
-from benchmarks.ttft.turns import Client, Sample
+from benchmarks.ttft.turns import SPIN_S, Client, Moved, Sample
 from kvshuttle.localstack import (
     Answer,
     ManagedProcess,
@@ -33,9 +33,9 @@ __all__ = ["Options", "Results", "Run"]
 # Two short turns in each arm: handshakes, what compiles at first use, connections.
 WARM_UP_WORDS = (400, 120)
 SETTLE_S = 5.0
-# Between one arm's turn and another's: vLLM's worker looks for its next step in a tight loop for a
-# second after each, on the core where the next arm computes.
-SPIN_S = 1.3
+# Returns of ours with engines that do nothing else, and the words of their conversation.
+QUIET_RETURNS = 7
+QUIET_WORDS = 1_500
 IDEAL = "a"
 # Whose idle cost is measured; upstream's other two have the connector of c.
 IDLE_ARMS = ("a", "c", "e", "f", "g")
@@ -73,6 +73,8 @@ class Results:
     left_out: dict[str, dict[str, str]] = field(default_factory=dict)
     groups: list[dict[str, Any]] = field(default_factory=list)
     idle: dict[str, dict[str, Any]] = field(default_factory=dict)
+    # Returns of each arm of ours while its engines did nothing else.
+    quiet: dict[str, list[Moved]] = field(default_factory=dict)
     engine_bytes: int = 0
 
 
@@ -169,6 +171,9 @@ class Run:
                     break
                 self._conversation(clients, plan)
                 self._conversation_s = max(self._conversation_s, time.monotonic() - start)
+            for client in clients:
+                if client.arm.kind.ours:
+                    self._quiet_returns(client)
             self._idle(scenario, clients)
         self._save(self.results)
 
@@ -267,7 +272,20 @@ class Run:
 
         return count
 
-    # Idle
+    # Transfers, and idle
+
+    def _quiet_returns(self, client: Client) -> None:
+        """How fast a conversation comes back to an idle engine."""
+        key = client.arm.kind.key
+        if key in self.results.quiet:
+            return
+        name = f"quiet-{key}-{self._group}"
+        messages: list[Message] = [user("The tide comes in. " * (QUIET_WORDS // 4) + "What then?")]
+        for _ in range(QUIET_RETURNS):
+            answer = client.quiet_return(name, messages)
+            messages += [answer.message(), user("And then?")]
+        self.results.quiet[key] = client.lazy_returns(name)
+        client.end(name)
 
     def _idle(self, scenario: str, clients: list[Client]) -> None:
         """CPU of engines that hold sessions and are asked nothing."""

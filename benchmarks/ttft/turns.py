@@ -14,13 +14,16 @@ from benchmarks.ttft.proxy import PREFILL_HEADER
 from kvshuttle.localstack import Answer, ChatClient, Message, user
 from kvshuttle.v1 import lease_service_pb2, types_pb2
 
-__all__ = ["Client", "Moved", "Sample"]
+__all__ = ["SPIN_S", "Client", "Moved", "Sample"]
 
 # After SIGCONT: sockets, shared memory and NIXL's threads catch up before anything is timed.
 WAKE_S = 0.3
 # Prefill's holds end with decode's notice, and its heartbeat says so within a second.
 DROP_TIMEOUT_S = 10.0
 POLL_S = 0.05
+# Between one arm's turn and another's: vLLM's worker looks for its next step in a tight loop for a
+# second after each, on the core where the next arm computes.
+SPIN_S = 1.3
 # An eager return that has not ended by then is measured as it stands.
 RETURN_TIMEOUT_S = 20.0
 
@@ -37,6 +40,17 @@ class Moved:
     transfer_ms: float
     wait_ms: float
     state: str
+
+    @property
+    def is_whole_return(self) -> bool:
+        """Whether it is one back to prefill that went through, and was measured."""
+        done = self.direction == "RETURN" and self.state == "COMPLETED"
+        return bool(done and self.bytes and self.transfer_ms)
+
+    @property
+    def gb_per_s(self) -> float:
+        """Of a transfer that was measured."""
+        return self.bytes / self.transfer_ms / 1e6
 
 
 @dataclass
@@ -174,6 +188,25 @@ class Client:
             if eager and all(m.state not in _OPEN for m in eager):
                 return
             time.sleep(POLL_S)
+
+    def quiet_return(self, conversation: str, messages: Sequence[Message]) -> Answer:
+        """A turn before which prefill's cache is emptied and both engines have come to rest: the
+        conversation comes back while nothing else is done."""
+        view, prefill = self.arm.view, self.arm.prefill
+        assert view is not None
+        deadline = time.monotonic() + DROP_TIMEOUT_S
+        while view.workers()[prefill.name].pool.held_blocks and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        forget(prefill)
+        time.sleep(SPIN_S)
+        return self._http.ask(messages, max_tokens=2, session=conversation)
+
+    def lazy_returns(self, conversation: str) -> list[Moved]:
+        """What came back when a turn had begun."""
+        assert self.arm.view is not None
+        turns = [turn.turn for turn in self.arm.view.session(conversation).turns]
+        moved = [m for turn in turns for m in self._said(conversation, turn)[1]]
+        return [m for m in moved if m.is_whole_return and not m.eager]
 
     def end(self, conversation: str) -> None:
         """The conversation will not go on. Upstream has no way to be told."""

@@ -25,6 +25,7 @@ from kvshuttle.dataplane.limits import (
     QUARANTINE_SHARE,
 )
 from kvshuttle.dataplane.log import get_logger
+from kvshuttle.dataplane.matching import laid_out_as
 from kvshuttle.dataplane.outbox import Outbox
 from kvshuttle.dataplane.source import SourceSide
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
@@ -239,7 +240,8 @@ class EagerSide:
         indexes = job.missing[: max(0, min(EAGER_PIECE_BLOCKS, room))]
         if not indexes:
             return "NO_ROOM"
-        landing = self.store.allocate(len(indexes))
+        remote = [job.grant.block_ids[i] for i in indexes]
+        landing = laid_out_as(remote, self.store.allocate(len(indexes)))
         del job.missing[: len(indexes)]
         name = f"{job.grant.lease_id}#{job.pieces}"
         job.pieces += 1
@@ -255,7 +257,7 @@ class EagerSide:
                 worker_id=job.grant.source[0],
                 incarnation=job.grant.source[1],
                 local_block_ids=landing,
-                remote_block_ids=[job.grant.block_ids[i] for i in indexes],
+                remote_block_ids=remote,
                 deadline_ns=job.grant.deadline_ns,
                 is_return=True,
                 attended=False,

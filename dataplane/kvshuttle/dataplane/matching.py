@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-__all__ = ["Tail", "TailHash", "common_prefix", "partial_tokens", "split_hashes"]
+__all__ = ["Tail", "TailHash", "common_prefix", "laid_out_as", "partial_tokens", "split_hashes"]
 
 TailHash = Callable[[int, int], bytes | None]
 """Of a request: (full blocks before, tokens) to the hash of a full block of just these tokens, as
@@ -65,6 +65,16 @@ def common_prefix(own: Sequence[bytes], offered: Sequence[bytes]) -> int:
         if own[i] != offered[i]:
             return i
     return n
+
+
+def laid_out_as(remote: Sequence[int], local: Sequence[int]) -> list[int]:
+    """Of these local blocks, which one is to have the KV of which remote one, so that as many
+    neighbours as can be stay neighbours: each run of them is one piece of memory to move."""
+    order = sorted(range(len(remote)), key=remote.__getitem__)
+    found = [0] * len(remote)
+    for index, block_id in zip(order, sorted(local), strict=True):
+        found[index] = block_id
+    return found
 
 
 def split_hashes(joined: bytes, hash_size: int) -> list[bytes]:

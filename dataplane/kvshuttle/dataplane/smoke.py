@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import zmq
 
+from kvshuttle.dataplane import huge_pages
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS, boottime_ns
 from kvshuttle.dataplane.faults import Faults
@@ -56,6 +57,11 @@ class _End:
             )
             for i, t in enumerate(self.tensors)
         ]
+
+        if on_host:
+            huge_pages.advise(
+                [(r.base, r.block_bytes * r.num_blocks) for r in regions], boottime_ns
+            )
 
         def bind() -> None:
             if not on_host:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.limits import EAGER_FREE_SHARE, EAGER_PIECE_BLOCKS
+from kvshuttle.dataplane.matching import laid_out_as
 from kvshuttle.dataplane.scheduler import Tick
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import session_service_pb2 as session_pb2
@@ -84,6 +87,34 @@ def test_it_lands_in_the_cache_and_is_let_go(bench: Bench) -> None:
     assert stopped.stats.descriptors == 3
     counted = bench.agent.counters.snapshot()
     assert (counted.returned_tokens, counted.eager_tokens) == (6 * BLOCK, 6 * BLOCK)
+
+
+@given(remote=st.lists(st.integers(0, 60), unique=True, max_size=20), data=st.data())
+def test_blocks_are_laid_out_as_their_source_has_them(
+    remote: list[int], data: st.DataObject
+) -> None:
+    size = len(remote)
+    local = data.draw(st.lists(st.integers(0, 60), unique=True, min_size=size, max_size=size))
+    found = laid_out_as(remote, local)
+    assert sorted(found) == sorted(local)
+    pairs = sorted(zip(remote, found, strict=True))
+    assert [mine for _, mine in pairs] == sorted(local)
+
+
+def test_a_chain_in_falling_order_lands_in_falling_order(bench: Bench) -> None:
+    """So that it is one piece of memory."""
+    blocks = types_pb2.BlockDescriptors(
+        range=types_pb2.BlockRange(start=0, end=6),
+        block_ids=range(505, 499, -1),
+        hashes=b"".join(chain(6)),
+        hash_size=32,
+    )
+    eager(bench, chain(6), blocks=blocks)
+    (read,) = reads(bench)
+    first = read.local_block_ids[-1]
+    assert read.local_block_ids == list(range(first + 5, first - 1, -1))
+    end_read(bench, read)
+    assert [bench.pool.lookup(h) for h in chain(6)] == read.local_block_ids
 
 
 def test_only_what_is_missing_is_read(bench: Bench) -> None:
