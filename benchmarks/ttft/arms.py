@@ -137,6 +137,7 @@ class Arm:
     prefill: Engine
     decode: Engine
     view: ControlPlaneView | None = None
+    control_plane: ControlPlane | None = None
     gateway: Gateway | None = None
     # Whether prefill keeps a prefix cache.
     prefix_caching: bool = True
@@ -229,7 +230,9 @@ def _ours(
     stack.start(gateway)
     view = ControlPlaneView(control_plane.target)
     prefill, decode = engines
-    return Arm(kind, stack, gateway.url, prefill, decode, view, gateway, prefix_caching)
+    return Arm(
+        kind, stack, gateway.url, prefill, decode, view, control_plane, gateway, prefix_caching
+    )
 
 
 def _upstream(

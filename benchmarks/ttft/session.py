@@ -34,7 +34,7 @@ __all__ = ["Options", "Results", "Run"]
 WARM_UP_WORDS = (400, 120)
 SETTLE_S = 5.0
 # Returns of ours with engines that do nothing else, and the words of their conversation.
-QUIET_RETURNS = 7
+QUIET_RETURNS = 9
 QUIET_WORDS = 1_500
 IDEAL = "a"
 # Whose idle cost is measured; upstream's other two have the connector of c.
@@ -172,7 +172,7 @@ class Run:
                 self._conversation(clients, plan)
                 self._conversation_s = max(self._conversation_s, time.monotonic() - start)
             for client in clients:
-                if client.arm.kind.ours:
+                if client.arm.kind.push:
                     self._quiet_returns(client)
             self._idle(scenario, clients)
         self._save(self.results)
@@ -275,16 +275,18 @@ class Run:
     # Transfers, and idle
 
     def _quiet_returns(self, client: Client) -> None:
-        """How fast a conversation comes back to an idle engine."""
+        """How fast a conversation comes back while neither engine does anything else."""
         key = client.arm.kind.key
         if key in self.results.quiet:
             return
         name = f"quiet-{key}-{self._group}"
         messages: list[Message] = [user("The tide comes in. " * (QUIET_WORDS // 4) + "What then?")]
+        found = []
         for _ in range(QUIET_RETURNS):
-            answer = client.quiet_return(name, messages)
+            answer, moved = client.quiet_return(name, messages)
             messages += [answer.message(), user("And then?")]
-        self.results.quiet[key] = client.lazy_returns(name)
+            found.append(moved)
+        self.results.quiet[key] = [m for m in found if m.is_whole_return]
         client.end(name)
 
     def _idle(self, scenario: str, clients: list[Client]) -> None:

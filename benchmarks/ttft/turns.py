@@ -189,24 +189,32 @@ class Client:
                 return
             time.sleep(POLL_S)
 
-    def quiet_return(self, conversation: str, messages: Sequence[Message]) -> Answer:
-        """A turn before which prefill's cache is emptied and both engines have come to rest: the
-        conversation comes back while nothing else is done."""
-        view, prefill = self.arm.view, self.arm.prefill
+    def quiet_return(self, conversation: str, messages: Sequence[Message]) -> tuple[Answer, Moved]:
+        """A turn of a pushed arm whose eager return comes when both engines have come to rest: the
+        control plane stands still from the first token until then, and prefill's cache is emptied
+        meanwhile. Raises TimeoutError where nothing comes back."""
+        control_plane, view = self.arm.control_plane, self.arm.view
+        assert control_plane is not None
         assert view is not None
-        deadline = time.monotonic() + DROP_TIMEOUT_S
-        while view.workers()[prefill.name].pool.held_blocks and time.monotonic() < deadline:
+        try:
+            answer = self._http.ask(
+                messages,
+                max_tokens=2,
+                session=conversation,
+                on_first_token=control_plane.pause,
+            )
+            time.sleep(SPIN_S)
+            forget(self.arm.prefill)
+        finally:
+            control_plane.resume()
+        deadline = time.monotonic() + RETURN_TIMEOUT_S
+        while time.monotonic() < deadline:
+            turn = view.session(conversation).turns[-1].turn
+            eager = [m for m in self._said(conversation, turn)[1] if m.eager]
+            if eager and all(m.state not in _OPEN for m in eager):
+                return answer, eager[0]
             time.sleep(POLL_S)
-        forget(prefill)
-        time.sleep(SPIN_S)
-        return self._http.ask(messages, max_tokens=2, session=conversation)
-
-    def lazy_returns(self, conversation: str) -> list[Moved]:
-        """What came back when a turn had begun."""
-        assert self.arm.view is not None
-        turns = [turn.turn for turn in self.arm.view.session(conversation).turns]
-        moved = [m for turn in turns for m in self._said(conversation, turn)[1]]
-        return [m for m in moved if m.is_whole_return and not m.eager]
+        raise TimeoutError(f"nothing of {conversation} came back")
 
     def end(self, conversation: str) -> None:
         """The conversation will not go on. Upstream has no way to be told."""

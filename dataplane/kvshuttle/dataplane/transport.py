@@ -188,33 +188,34 @@ class NixlTransport:
             peer, heads = self._peers[agent_name], self._heads[agent_name]
         except KeyError:
             raise TransportError(f"peer {agent_name} is not connected") from None
-        local_rows, remote_rows, total = [], [], 0
         if heads.whole:
             first_local, first_remote, lengths = merge_runs(local, remote)
-        for mine, theirs in zip(self._regions, peer, strict=True):
-            if heads.whole:
-                size = mine.block_bytes
-                local_rows.append(_rows(mine.base, first_local, lengths, size, mine.device_id))
-                remote_rows.append(
-                    _rows(theirs.base, first_remote, lengths, size, theirs.device_id)
-                )
-            else:
-                # A part of a page ends before the next block's begins, on one side at least.
-                size = heads.count * (mine.block_bytes // heads.my_heads)
-                local_rows.append(_parts(mine, local, heads.mine, heads.my_heads, size))
-                remote_rows.append(_parts(theirs, remote, heads.theirs, heads.their_heads, size))
-            total += size * len(local)
+            local_rows = _rows(self._regions, first_local, lengths)
+            remote_rows = _rows(peer, first_remote, lengths)
+        else:
+            # A part of a page ends before the next block's begins, on one side at least.
+            both = list(zip(self._regions, peer, strict=True))
+            sizes = [heads.count * (mine.block_bytes // heads.my_heads) for mine, _ in both]
+            local_rows = np.concatenate(
+                [
+                    _parts(mine, local, heads.mine, heads.my_heads, size)
+                    for (mine, _), size in zip(both, sizes, strict=True)
+                ]
+            )
+            remote_rows = np.concatenate(
+                [
+                    _parts(theirs, remote, heads.theirs, heads.their_heads, size)
+                    for (_, theirs), size in zip(both, sizes, strict=True)
+                ]
+            )
+        total = int(local_rows[:, 1].sum())
         try:
-            mine_descs = self._agent.get_xfer_descs(
-                np.concatenate(local_rows), self._regions[0].memory_type
-            )
-            peer_descs = self._agent.get_xfer_descs(
-                np.concatenate(remote_rows), peer[0].memory_type
-            )
+            mine_descs = self._agent.get_xfer_descs(local_rows, self._regions[0].memory_type)
+            peer_descs = self._agent.get_xfer_descs(remote_rows, peer[0].memory_type)
             raw = self._agent.initialize_xfer(
                 "READ", mine_descs, peer_descs, agent_name, notice, backends=[self.backend]
             )
-            handle = ReadHandle(raw, total, sum(map(len, local_rows)))
+            handle = ReadHandle(raw, total, len(local_rows))
             if self._agent.transfer(raw) == "ERR":
                 raise TransportError(f"peer {agent_name}: READ was refused")
         except TransportError:
@@ -236,9 +237,7 @@ class NixlTransport:
             raise TransportError(f"peer {agent_name} is not connected") from None
         first = np.asarray(blocks, dtype=np.int64)
         one = np.ones(len(first), dtype=np.int64)
-        rows = np.concatenate(
-            [_rows(r.base, first, one, r.block_bytes, r.device_id) for r in regions]
-        )
+        rows = _rows(regions, first, one)
         try:
             raw = self._agent.prep_xfer_dlist(
                 agent_name or "NIXL_INIT_AGENT",
@@ -373,15 +372,15 @@ def _parts(
 
 
 def _rows(
-    base: int,
+    regions: Sequence[LocalRegion | PeerRegion],
     first: npt.NDArray[np.int64],
     lengths: npt.NDArray[np.int64],
-    block_bytes: int,
-    device_id: int,
 ) -> npt.NDArray[np.uint64]:
-    """NIXL descriptors (address, bytes, device), one a run."""
-    rows = np.empty((len(first), 3), dtype=np.uint64)
-    rows[:, 0] = np.uint64(base) + first.astype(np.uint64) * np.uint64(block_bytes)
-    rows[:, 1] = lengths.astype(np.uint64) * np.uint64(block_bytes)
-    rows[:, 2] = np.uint64(device_id)
-    return rows
+    """NIXL descriptors (address, bytes, device), one a run, region by region."""
+    places = [(r.base, r.block_bytes, r.device_id) for r in regions]
+    base, size, device = np.array(places, dtype=np.uint64).T[:, :, None]
+    rows = np.empty((len(regions), len(first), 3), dtype=np.uint64)
+    rows[:, :, 0] = base + first.astype(np.uint64) * size
+    rows[:, :, 1] = lengths.astype(np.uint64) * size
+    rows[:, :, 2] = device
+    return rows.reshape(-1, 3)
