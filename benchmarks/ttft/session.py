@@ -14,6 +14,7 @@ import httpx
 
 from benchmarks.idle_cpu import measure, totals
 from benchmarks.ttft.arms import ARMS, Arm, ArmKind, Pool, Scenario, open_arm
+from benchmarks.ttft.counters import forget
 from benchmarks.ttft.groups import RESERVE_BYTES, available_bytes, plan_groups, used_bytes
 from benchmarks.ttft.schedule import Plan
 from benchmarks.ttft.texts import History
@@ -154,6 +155,8 @@ class Run:
             self.results.groups.append(
                 {"group": self._group, "scenario": scenario, "arms": [a.kind.key for a in arms]}
             )
+            # It has heard these conversations in the group before.
+            forget(plain.prefill)
             patience = self._options.patience_s
             clients = [
                 Client(arm, scenario, self._options.pool, self._group, patience) for arm in arms

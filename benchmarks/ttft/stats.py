@@ -61,8 +61,12 @@ class Ratio:
 
 
 def ratio(samples: Sequence[Sample], ours: str, theirs: str) -> Ratio:
-    """Time to first token of one arm as a part of another's."""
-    return Ratio(cells(samples, ours), cells(samples, theirs))
+    """Time to first token of one arm as a part of another's: of turns side by side where there are
+    such, since the plain engine is in every group."""
+    groups = {s.group for s in samples if s.arm == ours}
+    beside = [s for s in samples if s.arm == theirs and s.group in groups]
+    others = beside or [s for s in samples if s.arm == theirs]
+    return Ratio(cells(samples, ours), cells(others, theirs))
 
 
 def prefill_throughput(samples: Sequence[Sample], ours: str, theirs: str) -> Ratio:

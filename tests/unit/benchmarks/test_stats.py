@@ -76,6 +76,17 @@ def test_a_ratio_is_over_the_turns_that_both_have() -> None:
     assert found.interval[0] <= found.value <= found.interval[1]
 
 
+def test_the_plain_engine_counts_beside_whom_it_is_compared_with() -> None:
+    """It is in every group, and the machine is another one in each."""
+    later = [replace(sample("a", turn, 5_000.0), group=2) for turn in (1, 2, 3)]
+    other = [replace(sample("d", turn, 5_000.0), group=2) for turn in (1, 2, 3)]
+    found = [*RUN, *later, *other]
+    assert ratio(found, "f", "a").value == pytest.approx(602.5 / 502.5)
+    assert ratio(found, "d", "a").value == pytest.approx(1.0)
+    # Those that were never side by side are compared all the same.
+    assert ratio(found, "f", "d").value == pytest.approx(602.5 / 5_000.0)
+
+
 def test_nothing_in_common_is_no_ratio() -> None:
     assert ratio(RUN, "f", "d").record() == {"value": None, "interval_95": None, "turns": 0}
     assert median_or_none([None, None]) is None

@@ -76,6 +76,17 @@ def test_kill_ends_orphans_too(tmp_path: Path) -> None:
     assert family.pids() == []
 
 
+def test_what_ends_by_itself_is_told_once(tmp_path: Path) -> None:
+    with Stack() as stack:
+        first, second = Family(tmp_path, name="first"), Family(tmp_path, name="second")
+        stack.start(first, second)
+        ended = stack.ended()
+        os.kill(second.pid, signal.SIGKILL)
+        assert next(ended) is second
+        os.kill(first.pid, signal.SIGKILL)
+        assert list(ended) == [first]
+
+
 def test_pause_stops_every_process_and_resume_goes_on(tmp_path: Path) -> None:
     def states() -> set[str]:
         return {

@@ -12,7 +12,6 @@ import shutil
 import signal
 import sys
 import tempfile
-import threading
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -91,7 +90,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             code = FAILED if trouble else 0
             if options.keep_running:
                 display.keep_running(console, cluster, MODEL_NAME)
-                threading.Event().wait()
+                for process in stack.ended():
+                    display.part_ended(console, process)
+                code = FAILED
     except ProcessError as error:
         console.print(f"\n{error}", style="red", markup=False)
         code = NOT_STARTED

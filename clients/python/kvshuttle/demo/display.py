@@ -236,6 +236,13 @@ def operators_program() -> str:
     return os.path.relpath(beside) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
+def part_ended(console: Console, process: ManagedProcess) -> None:
+    """A program has died while the demo was kept running."""
+    said = f"\n  {process.name} has ended by itself; the rest goes on. The end of its log:"
+    console.print(said, style="red")
+    console.print(Text(process.tail()), soft_wrap=True)
+
+
 def keep_running(console: Console, cluster: DemoCluster, model: str) -> None:
     """Where everything is and how to chat."""
     body = json.dumps({"model": model, "messages": [user("Why is the sea salty?")]})

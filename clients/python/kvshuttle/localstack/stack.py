@@ -11,7 +11,7 @@ from kvshuttle.localstack.process import POLL_S, ManagedProcess, ProcessError
 from kvshuttle.localstack.view import ControlPlaneView
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Iterator
 
 # From an engine's health to its agent's registration.
 REGISTER_TIMEOUT_S = 60.0
@@ -80,6 +80,15 @@ class Stack:
                         f"{REGISTER_TIMEOUT_S:.0f} s\n" + "\n".join(logs)
                     )
                 time.sleep(POLL_S)
+
+    def ended(self) -> Iterator[ManagedProcess]:
+        """Waits for programs to end by themselves, and tells of each once; until all have."""
+        left = list(self.processes)
+        while left:
+            for process in [x for x in left if not x.running]:
+                left.remove(process)
+                yield process
+            time.sleep(POLL_S)
 
     def close(self) -> None:
         """Stops all, the last started first: those that use others go before those others.
