@@ -15,15 +15,12 @@ from collections.abc import Callable, Sequence
 from kvshuttle.dataplane.limits import HUGE_PAGES_NS
 from kvshuttle.dataplane.log import get_logger
 
-__all__ = ["HUGE_PAGE", "advise", "merged"]
+__all__ = ["advise", "merged"]
 
 _log = get_logger("pages")
 
-HUGE_PAGE = 2 << 20
-"""Bytes; of x86-64, and of arm64 with small pages of 4 KiB."""
-
+# Bytes that are moved between two looks at the clock: some 20 to 150 ms.
 PIECE = 64 << 20
-"""Bytes that are moved between two looks at the clock: some 20 to 150 ms."""
 
 # Linux's uapi/asm-generic/mman-common.h; the second one from 6.1 on.
 _MADV_HUGEPAGE, _MADV_COLLAPSE = 14, 25

@@ -10,9 +10,10 @@ from pathlib import Path
 import pytest
 
 from kvshuttle.dataplane.clock import NS, boottime_ns
-from kvshuttle.dataplane.huge_pages import HUGE_PAGE, PIECE, advise, merged
+from kvshuttle.dataplane.huge_pages import PIECE, advise, merged
 
 PAGE = mmap.PAGESIZE
+HUGE_PAGE = 2 << 20
 
 
 def huge_kib(address: int) -> int:
