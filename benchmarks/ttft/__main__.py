@@ -20,6 +20,7 @@ from benchmarks.ttft.offload_tier import reason_it_does_not_run
 from benchmarks.ttft.report import arm_of_ours, last_line, summary, tables
 from benchmarks.ttft.schedule import Plan, fixed, from_traces, read_traces
 from benchmarks.ttft.session import Options, Results, Run
+from benchmarks.ttft.turns import SPIN_S
 
 ROOT = Path(__file__).resolve().parents[2]
 # The fixed schedule: 1,500 tokens cold, then 2,000, 2,500 and 3,000.
@@ -117,9 +118,11 @@ def _raw(results: Results, model: Path) -> dict[str, Any]:
         return {}
     size, descriptors, blocks = moved[len(moved) // 2]
     layers = int(json.loads((model / "config.json").read_text())["num_hidden_layers"])
-    return raw_nixl.measure(size, descriptors) | {
-        "in_one_run": raw_nixl.measure(size, layers),
-        "block_by_block": raw_nixl.measure(size, layers * blocks),
+    # Each after a pause, as ours.
+    return raw_nixl.measure(size, descriptors, pause_s=SPIN_S) | {
+        "in_a_loop": raw_nixl.measure(size, descriptors),
+        "in_one_run": raw_nixl.measure(size, layers, pause_s=SPIN_S),
+        "block_by_block": raw_nixl.measure(size, layers * blocks, pause_s=SPIN_S),
     }
 
 

@@ -51,6 +51,11 @@ class ArmKind:
         return 1 if self.connector is None else 2
 
     @property
+    def together(self) -> bool:
+        """Whether decode's leg waits beside prefill's, to be written to."""
+        return self.push or self.proxy == "push"
+
+    @property
     def ours(self) -> bool:
         """Whether it is kvshuttle."""
         return self.eager is not None

@@ -10,6 +10,7 @@ import matplotlib as mpl
 mpl.use("Agg")
 
 import matplotlib.pyplot as plt
+from matplotlib.ticker import ScalarFormatter
 
 from benchmarks.ttft.arms import ARMS
 
@@ -29,10 +30,14 @@ _COLOURS = {
 _PARTS = (
     ("prefill queue, return's transfer in it", "prefill_queue_ms", "#E69F00"),
     ("prefill compute", "prefill_compute_ms", "#0072B2"),
-    ("decode queue, forward transfer in it", "decode_queue_ms", "#CC79A7"),
+    ("decode queue beyond prefill, forward transfer in it", "decode_wait_ms", "#CC79A7"),
     ("decode's first step", "decode_first_step_ms", "#009E73"),
     ("HTTP, tokens, proxy or gateway", "rest_ms", "#999999"),
 )
+
+
+# How many times the least time to first token the greatest is, on a linear axis.
+WIDE = 4
 
 
 def plot(found: dict[str, Any], directory: Path) -> list[Path]:
@@ -85,9 +90,15 @@ def _scenario(body: dict[str, Any], found: dict[str, Any], title: str, path: Pat
                 s=18,
             )
     lines.set(xlabel="prompt, tokens", ylabel="time to first token, ms")
-    lines.set_ylim(bottom=0)
-    lines.grid(alpha=0.3)
-    lines.legend()
+    shown = [s["ttft_ms"] for s in points]
+    if shown and max(shown) > WIDE * min(shown):
+        # Arms that lie together at the bottom of a linear axis could not be told apart.
+        lines.set_yscale("log")
+        lines.yaxis.set_major_formatter(ScalarFormatter())
+    else:
+        lines.set_ylim(bottom=0)
+    lines.grid(alpha=0.3, which="both")
+    lines.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     left = [0.0] * len(arms)
     for label, key, colour in _PARTS:
         values = [max(0.0, body["arms"][arm][key] or 0.0) for arm in arms]

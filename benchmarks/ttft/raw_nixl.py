@@ -23,6 +23,8 @@ __all__ = ["measure"]
 # The first READ sets up the connection.
 WARM_UP = 2
 ROUNDS = 15
+# How many stretches of memory are read in turns where there is a pause: 0.9 GB, more than a cache.
+SLOTS = 5
 
 
 class _End:
@@ -38,12 +40,12 @@ class _End:
             [(self.base, size, 0, "kv")], "DRAM", backends=["UCX"]
         )
 
-    def rows(self, descriptors: int) -> Any:
-        """The whole of it in so many equal pieces; every second one is skipped, so that they are
-        as far apart as blocks of different layers are, and none can be merged."""
-        piece = len(self.memory) // (2 * descriptors)
+    def rows(self, base: int, descriptors: int, piece: int, slot: int) -> Any:
+        """So many equal pieces from `base` on; every second one is skipped, so that they are as far
+        apart as blocks of different layers are, and none can be merged."""
         rows = np.empty((descriptors, 3), dtype=np.uint64)
-        rows[:, 0] = np.uint64(self.base) + np.arange(descriptors, dtype=np.uint64) * np.uint64(
+        start = base + slot * 2 * descriptors * piece
+        rows[:, 0] = np.uint64(start) + np.arange(descriptors, dtype=np.uint64) * np.uint64(
             2 * piece
         )
         rows[:, 1] = piece
@@ -51,7 +53,7 @@ class _End:
         return self.agent.get_xfer_descs(rows, "DRAM")
 
 
-def _source(pipe: Connection, size: int, descriptors: int) -> None:
+def _source(pipe: Connection, size: int) -> None:
     end = _End("raw-source", size)
     end.memory[:] = 7
     pipe.send((end.agent.get_agent_metadata(), end.base))
@@ -59,29 +61,29 @@ def _source(pipe: Connection, size: int, descriptors: int) -> None:
         end.agent.get_new_notifs()
 
 
-def measure(total_bytes: int, descriptors: int, rounds: int = ROUNDS) -> dict[str, Any]:
-    """Median GB/s over `rounds` READs of `total_bytes` in `descriptors` pieces."""
+def measure(
+    total_bytes: int, descriptors: int, rounds: int = ROUNDS, pause_s: float = 0.0
+) -> dict[str, Any]:
+    """Median GB/s over `rounds` READs of `total_bytes` in `descriptors` pieces. With a pause before
+    each, and none over the memory of the one before, it is as when a conversation comes back;
+    without, what NIXL can do in a loop."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     piece = total_bytes // descriptors
-    size = 2 * descriptors * piece
-    process = context.Process(target=_source, args=(theirs, size, descriptors), daemon=True)
+    slots = SLOTS if pause_s else 1
+    size = slots * 2 * descriptors * piece
+    process = context.Process(target=_source, args=(theirs, size), daemon=True)
     process.start()
     try:
         end = _End("raw-reader", size)
         metadata, base = ours.recv()
         name = end.agent.add_remote_agent(metadata)
         peer = name.decode() if isinstance(name, bytes) else str(name)
-        local = end.rows(descriptors)
-        rows = np.empty((descriptors, 3), dtype=np.uint64)
-        rows[:, 0] = np.uint64(base) + np.arange(descriptors, dtype=np.uint64) * np.uint64(
-            2 * piece
-        )
-        rows[:, 1] = piece
-        rows[:, 2] = 0
-        remote = end.agent.get_xfer_descs(rows, "DRAM")
         rates, elapsed = [], []
         for i in range(WARM_UP + rounds):
+            local = end.rows(end.base, descriptors, piece, i % slots)
+            remote = end.rows(base, descriptors, piece, i % slots)
+            time.sleep(pause_s)
             start = time.perf_counter()
             handle = end.agent.initialize_xfer("READ", local, remote, peer, b"", backends=["UCX"])
             state = end.agent.transfer(handle)
@@ -100,6 +102,7 @@ def measure(total_bytes: int, descriptors: int, rounds: int = ROUNDS) -> dict[st
             "bytes": descriptors * piece,
             "descriptors": descriptors,
             "rounds": rounds,
+            "pause_s": pause_s,
             "gb_per_s_median": round(statistics.median(rates), 3),
             "gb_per_s_best": round(max(rates), 3),
             "ms_median": round(statistics.median(elapsed), 3),
@@ -116,8 +119,9 @@ def main() -> None:
     parser.add_argument("--bytes", type=int, required=True)
     parser.add_argument("--descriptors", type=int, required=True)
     parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--pause", type=float, default=0.0, help="seconds before each READ")
     options = parser.parse_args()
-    print(json.dumps(measure(options.bytes, options.descriptors, options.rounds)))
+    print(json.dumps(measure(options.bytes, options.descriptors, options.rounds, options.pause)))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,8 @@ from benchmarks.ttft.turns import Sample
 
 __all__ = ["arm_of_ours", "last_line", "summary", "tables"]
 
+_KINDS = {kind.key: kind for kind in ARMS}
+
 
 def arm_of_ours(samples: Sequence[Sample]) -> str:
     """What the last line's ratios are of: push and eager return, where that was run."""
@@ -134,6 +136,7 @@ def _arm(samples: Sequence[Sample]) -> dict[str, Any]:
         "begin_turn_ms": median([s.legs.begin_turn_ms for s in later]),
         "forward_transfer_ms": median([_forward_ms(s) for s in later]),
         "decode_queue_ms": median([s.legs.decode_queue_ms for s in later]),
+        "decode_wait_ms": median([_decode_wait_ms(s) for s in later]),
         "decode_first_step_ms": median([s.legs.decode_first_step_ms for s in later]),
         "rest_ms": median([_rest_ms(s) for s in later]),
         "foreign_cores": median([s.foreign_cores for s in later]),
@@ -163,16 +166,22 @@ def _forward_ms(sample: Sample) -> float | None:
     return sum(found) if found else None
 
 
+def _decode_wait_ms(sample: Sample) -> float | None:
+    """Decode's queue, as far as it is not beside prefill's leg."""
+    queue = sample.legs.decode_queue_ms
+    if queue is None or not _KINDS[sample.arm].together:
+        return queue
+    return max(0.0, queue - sample.legs.prefill_queue_ms - sample.legs.prefill_compute_ms)
+
+
 def _rest_ms(sample: Sample) -> float | None:
     """What the engines do not count: HTTP, templates and tokens, proxy or gateway, twice."""
-    if sample.legs.decode_queue_ms is None or sample.legs.decode_first_step_ms is None:
-        return sample.ttft_ms - sample.legs.prefill_queue_ms - sample.legs.prefill_compute_ms
     return (
         sample.ttft_ms
         - sample.legs.prefill_queue_ms
         - sample.legs.prefill_compute_ms
-        - sample.legs.decode_queue_ms
-        - sample.legs.decode_first_step_ms
+        - (_decode_wait_ms(sample) or 0.0)
+        - (sample.legs.decode_first_step_ms or 0.0)
     )
 
 
@@ -228,7 +237,7 @@ def tables(found: dict[str, Any], console: Console) -> None:
                 f"{found['arm_of_ours']}/arm",
                 "prefill queue",
                 "compute",
-                "decode queue",
+                "decode wait",
                 "first step",
                 "rest",
                 "return",
@@ -249,7 +258,7 @@ def tables(found: dict[str, Any], console: Console) -> None:
                             "",
                             "prefill_queue_ms",
                             "prefill_compute_ms",
-                            "decode_queue_ms",
+                            "decode_wait_ms",
                             "decode_first_step_ms",
                             "rest_ms",
                         )
