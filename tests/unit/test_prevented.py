@@ -16,6 +16,7 @@ from kvshuttle.dataplane.faults import Faults
 from kvshuttle.dataplane.limits import DEADLINE_MARGIN_NS
 from kvshuttle.dataplane.scheduler import FinishedRequest, StreamDown, Tick
 from kvshuttle.dataplane.transfers import Results, Transfers
+from kvshuttle.dataplane.transport import ReadHandle
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
 from tests.unit.controlplane.world import KEY, World
@@ -69,8 +70,8 @@ class Wire:
 
     drop_peer = notify = add_peer
 
-    def post_read(self, *_: object) -> object:
-        return object()
+    def post_read(self, *_: object) -> ReadHandle:
+        return ReadHandle(None, 0)
 
     def state(self, _: object) -> str:
         return self.status
