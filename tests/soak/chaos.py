@@ -138,6 +138,7 @@ class Chaos(threading.Thread):
 
     def _crash(self, engine: ManagedProcess) -> None:
         """Only what computes dies, as for want of memory: the server before it goes on a while."""
+        self._cluster.crashed.add(engine.pid)
         for pid in engine.pids():
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(CORE):

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 
+from tests.soak.cluster import bad_lines
 from tests.soak.judge import Choice, Judge, Reply
 
 if TYPE_CHECKING:
@@ -103,3 +104,13 @@ def test_all_samples_are_looked_at(judge: Judge) -> None:
     assert judge.check(BODY | {"n": 2}, Reply(200, (good, bad))) == [
         "choice 1: token 1 is 99, plain 12"
     ]
+
+
+def test_a_core_may_be_dead_only_where_the_soak_has_killed_it() -> None:
+    dead = "(APIServer pid=17) ERROR vllm.v1.engine.exceptions.EngineDeadError: see above"
+    assert bad_lines("engine", dead, ()) == [dead]
+    assert bad_lines("engine", dead, {7, 170}) == [dead]
+    assert bad_lines("engine", dead, {17}) == []
+    other = '(EngineCore pid=17) {"event": "hook_failed"}'
+    assert bad_lines("engine", f"all is well\n{other}", {17}) == [other]
+    assert bad_lines("service", f"{dead}\nTraceback", ()) == ["Traceback"]
