@@ -34,9 +34,9 @@ WINDOW = 2_048
 POOL_BLOCKS = {PREFILL: 120, DECODE: 76}
 RESET = "Successfully reset prefix cache"
 PREEMPTIONS = "vllm:num_preemptions_total"
+DEAD_CORE = "EngineDeadError"
 # What no program may write into its log. vLLM's API server has a trace of every request whose
 # client goes away, so engines are judged by the agent's own words and by a dead core.
-DEAD_CORE = "EngineDeadError"
 BAD_WORDS = {
     "engine": ("hook_failed", "inbox_item_failed", "mover_failed", DEAD_CORE),
     "service": ("Traceback", "inbox_item_failed", '"level": "critical"'),

@@ -128,11 +128,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Registers this rank's memory with NIXL and starts its mover."""
         num_blocks = int(self._kv_cache_config.num_blocks)
         regions = kv_regions(kv_caches, num_blocks)
-        on_host = [
-            (r.base, r.block_bytes * r.num_blocks) for r in regions if r.memory_type == "DRAM"
-        ]
-        if on_host:
-            huge_pages.advise(on_host, boottime_ns)
+        huge_pages.advise(huge_pages.in_host_memory(regions), boottime_ns)
         rank = rank_of(self._vllm_config)
         heads = kv_heads(self._vllm_config, self._kv_cache_config, rank, regions)
         self._mover = Mover(

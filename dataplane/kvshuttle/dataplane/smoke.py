@@ -58,10 +58,7 @@ class _End:
             for i, t in enumerate(self.tensors)
         ]
 
-        if on_host:
-            huge_pages.advise(
-                [(r.base, r.block_bytes * r.num_blocks) for r in regions], boottime_ns
-            )
+        huge_pages.advise(huge_pages.in_host_memory(regions), boottime_ns)
 
         def bind() -> None:
             if not on_host:

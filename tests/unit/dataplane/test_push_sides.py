@@ -9,6 +9,7 @@ import pytest
 
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS
+from kvshuttle.dataplane.grants import tail_out
 from kvshuttle.dataplane.limits import REST_LOOK_NS, REST_NS
 from kvshuttle.dataplane.matching import Tail, TailHash
 from kvshuttle.dataplane.push_source import Scheduled
@@ -343,16 +344,13 @@ def test_a_push_that_will_not_come_is_not_waited_for() -> None:
     assert bench.ask() == 0
 
 
-def forward(bench: Decode, hashes: Sequence[bytes]) -> None:
-    bench.obey(
-        grant=grant_of(
-            hashes,
-            bench.clock(),
-            lease="l2",
-            direction=types_pb2.DIRECTION_FORWARD,
-            source=OTHER,
-        )
+def forward(bench: Decode, hashes: Sequence[bytes], tail: Tail | None = None) -> None:
+    grant = grant_of(
+        hashes, bench.clock(), lease="l2", direction=types_pb2.DIRECTION_FORWARD, source=OTHER
     )
+    if tail is not None:
+        grant.blocks.tail.CopyFrom(tail_out(tail))
+    bench.obey(grant=grant)
 
 
 @pytest.mark.parametrize(
@@ -452,19 +450,8 @@ def test_a_read_into_a_landing_zone_fills_its_last_block_or_fails(offered: str) 
     over = agent_pb2.WriterStopped(lease_id="l1", version=2, pull_follows=True)
     bench.obey(writer_stopped=over)
     hashes = chain(6) if offered == "longer" else chain(5)
-    grant = grant_of(
-        hashes,
-        bench.clock(),
-        lease="l2",
-        direction=types_pb2.DIRECTION_FORWARD,
-        source=OTHER,
-    )
-    if offered in ("the same", "another"):
-        there = tail_at(909, b"t" if offered == "the same" else b"u")
-        grant.blocks.tail.block_id = there.block_id
-        grant.blocks.tail.num_tokens = there.tokens
-        grant.blocks.tail.hash = there.hash
-    bench.obey(grant=grant)
+    tails = {"the same": tail_at(909), "another": tail_at(909, b"u")}
+    forward(bench, hashes, tails.get(offered))
     reads = bench.orders(m.Read)
     if offered == "the same":
         assert [x.local_block_ids for x in reads] == [[21, 22, 23, 24, 25]]
@@ -529,9 +516,7 @@ class Prefill(Bench):
         )
         grant.ttl.FromNanoseconds(int(ttl * NS))
         if tail is not None:
-            grant.blocks.tail.block_id = tail.block_id
-            grant.blocks.tail.num_tokens = tail.tokens
-            grant.blocks.tail.hash = tail.hash
+            grant.blocks.tail.CopyFrom(tail_out(tail))
         self.obey(grant=grant)
 
     def run(self) -> None:
