@@ -64,13 +64,18 @@ def transferring(cluster: Cluster, session: str, direction: types_pb2.Direction.
     )
 
 
-def has_moved(cluster: Cluster, session: str, direction: types_pb2.Direction.ValueType) -> bool:
-    """Whether the session's newest lease of this direction has moved something, once none of them
-    is open."""
+def wait_for_leases(cluster: Cluster, session: str) -> None:
+    """Until none of the session's is open."""
     wait_until(
         lambda: all(x.session_id != session for x in cluster.view.open_leases()),
         "the session's leases are over",
     )
+
+
+def has_moved(cluster: Cluster, session: str, direction: types_pb2.Direction.ValueType) -> bool:
+    """Whether the session's newest lease of this direction has moved something, once none of them
+    is open."""
+    wait_for_leases(cluster, session)
     found = [x for x in cluster.view.leases(session) if x.direction == direction]
     return bool(
         found and found[0].state == lease_pb2.LEASE_STATE_COMPLETED and found[0].stats.tokens

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 LOGPROB_TOLERANCE = 1e-3
 # Where a fallback recomputed, or a few blocks were not worth moving, the split into steps differs:
 # in plain vLLM too that changes logprobs by up to 0.08. Wrong KV is far beyond it.
-RECOMPUTED_TOLERANCE = 0.1
+RECOMPUTED_TOLERANCE = 1e-3
 MAX_TOKENS = 16
 
 # fmt: off

@@ -59,6 +59,16 @@ async def test_workers(site: Site) -> None:
     assert (await site.read("workers", "--state", "lost"))["workers"] == []
 
 
+async def test_a_filter_by_a_worker_that_there_is_not(site: Site) -> None:
+    """No worker of this name, and a worker with nothing, are two answers."""
+    await site.pair()
+    for command in ("sessions", "leases", "transfers"):
+        assert (await site.run(command, "--worker", "d")).status == 0
+        typo = await site.run(command, "--worker", "decode-9")
+        assert typo.status == 1
+        assert "decode-9" in typo.err
+
+
 async def test_a_conversation_with_a_return(site: Site) -> None:
     prefill, decode = await site.pair()
     await site.first_turn(prefill, decode)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from kvshuttle.cli.options import Options
-from kvshuttle.client import AsyncClient
+from kvshuttle.client import AsyncClient, PermissionDeniedError
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable
@@ -63,6 +64,18 @@ async def gather(items: AsyncIterator[T], limit: int) -> tuple[list[T], bool]:
             return found, True
         found.append(item)
     return found, False
+
+
+async def gather_of(
+    worker_id: str, client: AsyncClient, items: AsyncIterator[T], limit: int
+) -> tuple[list[T], bool]:
+    """As `gather`, of what a filter by worker leaves, if there is one. NotFoundError when nothing
+    is left and there is no such worker: a misspelt name is not a worker with nothing."""
+    found, more = await gather(items, limit)
+    if worker_id and not found:
+        with suppress(PermissionDeniedError):  # a gateway's token may not read workers
+            await client.get_worker(worker_id)
+    return found, more
 
 
 def more_note(shown: int, more: bool) -> str:

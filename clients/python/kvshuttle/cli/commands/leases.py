@@ -13,7 +13,7 @@ from kvshuttle.cli.completing import complete_sessions, complete_workers
 from kvshuttle.cli.options import Command
 from kvshuttle.cli.output import Column, Rows, literal
 from kvshuttle.cli.reasons import NOTHING, reason
-from kvshuttle.cli.run import call, gather, limit_option, more_note, page_size, pass_options
+from kvshuttle.cli.run import call, gather_of, limit_option, more_note, page_size, pass_options
 from kvshuttle.cli.shape import moment, seconds, shape, word
 from kvshuttle.v1 import lease_service_pb2 as pb
 
@@ -143,7 +143,7 @@ def leases(
         listed = client.list_leases(
             states=states, session_id=session_id, worker_id=worker, page_size=page_size(limit)
         )
-        return await gather(listed, limit)
+        return await gather_of(worker, client, listed, limit)
 
     found, more = call(options, ask)
     printer = options.printer()
@@ -227,7 +227,7 @@ def transfers(
                 if right_way and (every or one.stats.bytes):
                     yield one
 
-        return await gather(wanted(), limit)
+        return await gather_of(worker, client, wanted(), limit)
 
     found, more = call(options, ask)
     summary = _summary(found)

@@ -17,7 +17,15 @@ from kvshuttle.cli.explanation import Story, explain, next_turn, serves
 from kvshuttle.cli.options import Command
 from kvshuttle.cli.output import Column, Printer, Rows, literal
 from kvshuttle.cli.reasons import NOTHING, reason
-from kvshuttle.cli.run import call, gather, limit_option, more_note, page_size, pass_options
+from kvshuttle.cli.run import (
+    call,
+    gather,
+    gather_of,
+    limit_option,
+    more_note,
+    page_size,
+    pass_options,
+)
 from kvshuttle.cli.shape import seconds, shape, word
 from kvshuttle.client import PermissionDeniedError
 from kvshuttle.v1 import session_service_pb2 as pb
@@ -54,7 +62,7 @@ def sessions(options: Options, state: str | None, worker: str, limit: int) -> in
 
     async def ask(client: AsyncClient) -> tuple[list[pb.Session], bool]:
         listed = client.list_sessions(state=wanted, worker_id=worker, page_size=page_size(limit))
-        return await gather(listed, limit)
+        return await gather_of(worker, client, listed, limit)
 
     found, more = call(options, ask)
     printer = options.printer()
