@@ -113,7 +113,7 @@ def _settings(options: argparse.Namespace, pool: Pool) -> dict[str, Any]:
 def _raw(results: Results, model: Path) -> dict[str, Any]:
     """Raw NIXL on as many bytes, in as many descriptors, as our median return to an idle engine."""
     ours = results.quiet.get(arm_of_ours(results.samples), [])
-    moved = sorted((m.bytes, m.descriptors, m.blocks) for m in ours if m.descriptors)
+    moved = sorted((x.moved.bytes, x.moved.descriptors, x.moved.blocks) for x in ours)
     if not moved:
         return {}
     size, descriptors, blocks = moved[len(moved) // 2]

@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["measure"]
+__all__ = ["Pair", "measure"]
 
 # The first READ sets up the connection.
 WARM_UP = 2
 ROUNDS = 15
 # How many stretches of memory are read in turns where there is a pause: 0.9 GB, more than a cache.
 SLOTS = 5
+PAGE = 4_096
 
 
 class _End:
@@ -40,11 +41,10 @@ class _End:
             [(self.base, size, 0, "kv")], "DRAM", backends=["UCX"]
         )
 
-    def rows(self, base: int, descriptors: int, piece: int, slot: int) -> Any:
-        """So many equal pieces from `base` on; every second one is skipped, so that they are as far
-        apart as blocks of different layers are, and none can be merged."""
+    def rows(self, start: int, descriptors: int, piece: int) -> Any:
+        """So many equal pieces from `start` on; every second one is skipped, so that they are as
+        far apart as blocks of different layers are, and none can be merged."""
         rows = np.empty((descriptors, 3), dtype=np.uint64)
-        start = base + slot * 2 * descriptors * piece
         rows[:, 0] = np.uint64(start) + np.arange(descriptors, dtype=np.uint64) * np.uint64(
             2 * piece
         )
@@ -54,11 +54,82 @@ class _End:
 
 
 def _source(pipe: Connection, size: int) -> None:
+    """Polls while it is read from, and at no other time: two cores are shared with engines."""
     end = _End("raw-source", size)
     end.memory[:] = 7
     pipe.send((end.agent.get_agent_metadata(), end.base))
-    while not pipe.poll(0):
-        end.agent.get_new_notifs()
+    while pipe.recv():
+        pipe.send(True)
+        while not pipe.poll(0):
+            end.agent.get_new_notifs()
+        pipe.recv()
+
+
+class Pair:
+    """Two ends in two processes, of which one reads from the other. A context manager.
+
+    `most_bytes`: of one READ. `slots`: how many stretches of memory are read in turns.
+    """
+
+    def __init__(self, most_bytes: int, slots: int = SLOTS) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._most_bytes = most_bytes
+        self._slots, self._slot = slots, 0
+        # A slot has room for the gaps between pieces, and for one piece that is rounded up.
+        self._slot_bytes = 2 * most_bytes + PAGE
+        size = slots * self._slot_bytes
+        self._process = context.Process(target=_source, args=(theirs, size), daemon=True)
+        self._process.start()
+        try:
+            self._end = _End("raw-reader", size)
+            metadata, self._base = self._pipe.recv()
+            name = self._end.agent.add_remote_agent(metadata)
+            self._peer = name.decode() if isinstance(name, bytes) else str(name)
+        except BaseException:
+            self._process.kill()
+            raise
+
+    def __enter__(self) -> Pair:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._pipe.send(False)
+        self._process.join(5)
+        self._process.kill()
+
+    def read(self, total_bytes: int, descriptors: int) -> float:
+        """Seconds of one READ of so many bytes, in so many equal pieces, into the next slot.
+        ValueError for more than `most_bytes`."""
+        if not 0 < descriptors <= total_bytes <= self._most_bytes:
+            raise ValueError(
+                f"{total_bytes} bytes in {descriptors} pieces: at most {self._most_bytes} bytes, "
+                "and a byte a piece at least"
+            )
+        end, piece = self._end, total_bytes // descriptors
+        start = self._slot * self._slot_bytes
+        self._slot = (self._slot + 1) % self._slots
+        local = end.rows(end.base + start, descriptors, piece)
+        remote = end.rows(self._base + start, descriptors, piece)
+        self._pipe.send(True)
+        self._pipe.recv()
+        try:
+            began = time.perf_counter()
+            handle = end.agent.initialize_xfer(
+                "READ", local, remote, self._peer, b"", backends=["UCX"]
+            )
+            state = end.agent.transfer(handle)
+            while state not in ("DONE", "ERR"):
+                state = end.agent.check_xfer_state(handle)
+            took = time.perf_counter() - began
+            end.agent.release_xfer_handle(handle)
+        finally:
+            self._pipe.send(True)
+        if state == "ERR":
+            raise RuntimeError(f"a READ of {total_bytes} bytes failed")
+        if int(end.memory[start]) != 7:
+            raise RuntimeError("wrong bytes arrived")
+        return took
 
 
 def measure(
@@ -67,50 +138,23 @@ def measure(
     """Median GB/s over `rounds` READs of `total_bytes` in `descriptors` pieces. With a pause before
     each, and none over the memory of the one before, it is as when a conversation comes back;
     without, what NIXL can do in a loop."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    piece = total_bytes // descriptors
-    slots = SLOTS if pause_s else 1
-    size = slots * 2 * descriptors * piece
-    process = context.Process(target=_source, args=(theirs, size), daemon=True)
-    process.start()
-    try:
-        end = _End("raw-reader", size)
-        metadata, base = ours.recv()
-        name = end.agent.add_remote_agent(metadata)
-        peer = name.decode() if isinstance(name, bytes) else str(name)
-        rates, elapsed = [], []
+    moved = total_bytes // descriptors * descriptors
+    elapsed = []
+    with Pair(total_bytes, SLOTS if pause_s else 1) as pair:
         for i in range(WARM_UP + rounds):
-            local = end.rows(end.base, descriptors, piece, i % slots)
-            remote = end.rows(base, descriptors, piece, i % slots)
             time.sleep(pause_s)
-            start = time.perf_counter()
-            handle = end.agent.initialize_xfer("READ", local, remote, peer, b"", backends=["UCX"])
-            state = end.agent.transfer(handle)
-            while state not in ("DONE", "ERR"):
-                state = end.agent.check_xfer_state(handle)
-            took = time.perf_counter() - start
-            end.agent.release_xfer_handle(handle)
-            if state == "ERR":
-                raise RuntimeError(f"READ {i} failed")
+            took = pair.read(total_bytes, descriptors)
             if i >= WARM_UP:
-                rates.append(descriptors * piece / took / 1e9)
-                elapsed.append(took * 1e3)
-        if int(end.memory[0]) != 7:
-            raise RuntimeError("wrong bytes arrived")
-        return {
-            "bytes": descriptors * piece,
-            "descriptors": descriptors,
-            "rounds": rounds,
-            "pause_s": pause_s,
-            "gb_per_s_median": round(statistics.median(rates), 3),
-            "gb_per_s_best": round(max(rates), 3),
-            "ms_median": round(statistics.median(elapsed), 3),
-        }
-    finally:
-        ours.send(None)
-        process.join(5)
-        process.kill()
+                elapsed.append(took)
+    return {
+        "bytes": moved,
+        "descriptors": descriptors,
+        "rounds": rounds,
+        "pause_s": pause_s,
+        "gb_per_s_median": round(moved / statistics.median(elapsed) / 1e9, 3),
+        "gb_per_s_best": round(moved / min(elapsed) / 1e9, 3),
+        "ms_median": round(statistics.median(elapsed) * 1e3, 3),
+    }
 
 
 def main() -> None:

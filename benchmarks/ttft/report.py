@@ -202,8 +202,10 @@ def _transfers(results: Results, raw: dict[str, Any]) -> dict[str, Any]:
     ours = arm_of_ours(samples)
     rates = {arm: median_or_none(gbps(samples, arm)) for arm in ("c", "e", "f", "g")}
     quiet = {
-        arm: median_or_none([m.gb_per_s for m in moved]) for arm, moved in results.quiet.items()
+        arm: median_or_none([x.moved.gb_per_s for x in found])
+        for arm, found in results.quiet.items()
     }
+    to_raw = median_or_none([x.ratio_to_raw for x in results.quiet.get(ours, [])])
 
     def over(mine: float | None, theirs: float | None) -> float | None:
         return round(mine / theirs, 4) if mine and theirs else None
@@ -215,12 +217,14 @@ def _transfers(results: Results, raw: dict[str, Any]) -> dict[str, Any]:
         "gbps_of_returns": rounded(rates),
         "gbps_of_returns_to_idle_engines": rounded(quiet),
         "returns_to_idle_engines": {
-            arm: [dataclasses.asdict(m) for m in moved] for arm, moved in results.quiet.items()
+            arm: [dataclasses.asdict(x.moved) | {"raw_ms": round(x.raw_ms, 3)} for x in found]
+            for arm, found in results.quiet.items()
         },
         "raw_nixl": raw,
         "gbps_ratio_to_upstream": over(rates[ours], rates["c"]),
         # Upstream's and the turns' are measured while both engines go on; this one is not.
-        "gbps_ratio_to_raw": over(quiet.get(ours), raw.get("gb_per_s_median")),
+        # By pairs: raw NIXL is measured between the returns.
+        "gbps_ratio_to_raw": None if to_raw is None else round(to_raw, 4),
     }
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 
 from benchmarks.idle_cpu import measure, totals
+from benchmarks.ttft import raw_nixl
 from benchmarks.ttft.arms import ARMS, Arm, ArmKind, Pool, Scenario, open_arm
 from benchmarks.ttft.counters import forget
 from benchmarks.ttft.groups import RESERVE_BYTES, available_bytes, plan_groups, used_bytes
@@ -66,6 +67,20 @@ class Options:
 
 
 @dataclass
+class QuietReturn:
+    """A return between engines that do nothing else, and raw NIXL's time for as many bytes in as
+    many pieces, a moment later, on the same machine in the same state."""
+
+    moved: Moved
+    raw_ms: float
+
+    @property
+    def ratio_to_raw(self) -> float:
+        """Of the two speeds."""
+        return self.raw_ms / self.moved.transfer_ms
+
+
+@dataclass
 class Results:
     """What was measured, growing while it runs."""
 
@@ -75,7 +90,7 @@ class Results:
     groups: list[dict[str, Any]] = field(default_factory=list)
     idle: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Returns of each arm of ours while its engines did nothing else.
-    quiet: dict[str, list[Moved]] = field(default_factory=dict)
+    quiet: dict[str, list[QuietReturn]] = field(default_factory=dict)
     engine_bytes: int = 0
 
 
@@ -284,12 +299,24 @@ class Run:
             return
         name = f"quiet-{key}-{self._group}"
         messages: list[Message] = [user("The tide comes in. " * (QUIET_WORDS // 4) + "What then?")]
-        found = []
-        for _ in range(QUIET_RETURNS):
-            answer, moved = client.quiet_return(name, messages)
-            messages += [answer.message(), user("And then?")]
-            found.append(moved)
-        self.results.quiet[key] = [m for m in found if m.is_whole_return]
+        found: list[QuietReturn] = []
+        with contextlib.ExitStack() as stack:
+            pair: raw_nixl.Pair | None = None
+            for _ in range(QUIET_RETURNS):
+                answer, moved = client.quiet_return(name, messages)
+                messages += [answer.message(), user("And then?")]
+                if not moved.is_whole_return or not moved.descriptors:
+                    continue
+                if pair is None:
+                    # It grows by some blocks, turn by turn.
+                    most = moved.bytes * 3 // 2
+                    pair = stack.enter_context(raw_nixl.Pair(most))
+                    for _ in range(raw_nixl.WARM_UP + raw_nixl.SLOTS):
+                        pair.read(most, moved.descriptors)
+                time.sleep(SPIN_S)
+                took_s = pair.read(moved.bytes, moved.descriptors)
+                found.append(QuietReturn(moved, took_s * 1e3))
+        self.results.quiet[key] = found
         client.end(name)
 
     def _idle(self, scenario: str, clients: list[Client]) -> None:
