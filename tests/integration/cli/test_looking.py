@@ -59,6 +59,24 @@ async def test_workers(site: Site) -> None:
     assert (await site.read("workers", "--state", "lost"))["workers"] == []
 
 
+async def test_what_ran_on_a_lost_worker_is_not_said_to_run(site: Site) -> None:
+    prefill, _ = await site.pair()
+    await prefill.beat(2_000, pool=workers.PoolStats(total_blocks=10, running_requests=7_077))
+
+    async def worker() -> workers.Worker:
+        request = workers.GetWorkerRequest(worker_id="p")
+        return (await site.cluster.GetWorker(request, timeout=T)).worker
+
+    await eventually(worker, lambda x: x.pool.running_requests == 7_077)
+    assert "7,077" in (await site.run("workers")).out
+    await prefill.close()
+    await eventually(worker, lambda x: x.state == workers.WORKER_STATE_LOST)
+    listed = await site.run("workers")
+    assert "lost" in listed.out
+    assert "7,077" not in listed.out
+    assert "when it was last heard: 7077 running" in (await site.run("workers", "p")).out
+
+
 async def test_a_filter_by_a_worker_that_there_is_not(site: Site) -> None:
     """No worker of this name, and a worker with nothing, are two answers."""
     await site.pair()

@@ -33,9 +33,14 @@ async def all_workers(client: AsyncClient) -> list[pb.Worker]:
     return [worker async for worker in client.list_workers()]
 
 
+def connected(one: pb.Worker) -> bool:
+    """Whether what its last heartbeat said of its requests may still be so."""
+    return word(one, "state") in ("ready", "draining")
+
+
 def live(workers: Sequence[pb.Worker]) -> list[pb.Worker]:
     """Those that are connected."""
-    return [one for one in workers if word(one, "state") in ("ready", "draining")]
+    return [one for one in workers if connected(one)]
 
 
 def totals(workers: Sequence[pb.Worker]) -> dict[str, int]:
@@ -241,9 +246,9 @@ def _worker_rows(found: Sequence[pb.Worker]) -> Rows:
             human.share(pool.free_blocks, pool.total_blocks),
             human.share(pool.held_blocks, pool.total_blocks),
             human.share(pool.quarantined_blocks, pool.total_blocks),
-            human.count(pool.running_requests),
-            human.count(pool.waiting_requests),
-            human.count(pool.open_leases),
+            human.count(pool.running_requests) if connected(one) else human.NONE,
+            human.count(pool.waiting_requests) if connected(one) else human.NONE,
+            human.count(pool.open_leases) if connected(one) else human.NONE,
             human.size(one.counters.return_bytes),
             human.size(one.counters.forward_bytes),
             human.short(one.prefill_tokens_per_second) if one.prefill_tokens_per_second else "-",
@@ -291,6 +296,7 @@ def show_worker(printer: Printer, one: pb.Worker) -> None:
     )
     grid.add_row(
         "requests",
+        f"{'' if connected(one) else 'when it was last heard: '}"
         f"{pool.running_requests} running, {pool.waiting_requests} waiting; "
         f"{pool.open_leases} open leases",
     )

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvshuttle.cli import human
+from kvshuttle.cli.commands.cluster import connected
 from kvshuttle.cli.commands.leases import route, wait_s, way
 from kvshuttle.cli.output import GAP, Column, Rows, literal
 from kvshuttle.cli.pool import bar, legend
@@ -231,7 +232,7 @@ def _rows(lines: Sequence[WorkerLine], sort: Sort, *, reverse: bool, pool_width:
     )
     for one in lines:
         worker, pool = one.worker, one.worker.pool
-        alive = word(worker, "state") in ("ready", "draining")
+        alive = connected(worker)
         heard_style = "red" if alive and one.heard_s > _SILENT_S else "dim"
         quarantined = human.share(pool.quarantined_blocks, pool.total_blocks)
         rows.add(
@@ -242,9 +243,11 @@ def _rows(lines: Sequence[WorkerLine], sort: Sort, *, reverse: bool, pool_width:
             human.share(pool.free_blocks, pool.total_blocks),
             human.share(pool.held_blocks, pool.total_blocks),
             Text(quarantined, style="red" if pool.quarantined_blocks else "dim"),
-            str(pool.running_requests),
-            Text(str(pool.waiting_requests), style="yellow" if pool.waiting_requests else "dim"),
-            str(pool.open_leases),
+            str(pool.running_requests) if alive else human.NONE,
+            Text(str(pool.waiting_requests), style="yellow" if pool.waiting_requests else "dim")
+            if alive
+            else human.NONE,
+            str(pool.open_leases) if alive else human.NONE,
             f"{one.transfers_per_s:.1f}",
             human.gigabytes(one.bytes_per_s) if one.bytes_per_s else Text("-", style="dim"),
             human.short(worker.prefill_tokens_per_second)
