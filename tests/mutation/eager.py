@@ -13,6 +13,30 @@ __all__ = ["EAGER"]
 
 EAGER = (
     Mutant(
+        "eager_read_unfilled",
+        "what the cache finds may be read when the step that fills it is over",
+        AGENT + "source.py",
+        "        replica.filled_after = self._steps()[0]\n",
+        "",
+        ("tests/unit/dataplane/test_filled.py",),
+    ),
+    Mutant(
+        "aborted_read_unfilled",
+        "so may what a request left that was cut off",
+        AGENT + "scheduler.py",
+        "tail, filling=request.aborted)",
+        "tail)",
+        ("tests/unit/dataplane/test_filled.py",),
+    ),
+    Mutant(
+        "unfilled_held_for_nobody",
+        "who waits for a step to be over may go",
+        AGENT + "source.py",
+        "        self._unfilled.pop(lease_id, None)\n",
+        "",
+        ("tests/unit/dataplane/test_filled.py",),
+    ),
+    Mutant(
         "eager_for_a_turn_gone_on",
         "nothing is brought back once the next turn is there",
         CONTROL + "model/eager_events.py",

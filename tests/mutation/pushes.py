@@ -56,8 +56,16 @@ PUSHES = (
         "push_other_hashes",
         "what is written is what its request computes",
         AGENT + "push_source.py",
-        "            differs = common_prefix(own, push.grant.hashes) < len(push.grant.hashes)\n",
+        "            differs = not push.in_chain(live.view.hashes())\n",
         "            differs = False\n",
+        (SIDES,),
+    ),
+    Mutant(
+        "push_late_other_hashes",
+        "what a leg left is what its reader wants",
+        AGENT + "push_source.py",
+        "            elif not push.in_chain(hashes):\n",
+        "            elif False:\n",
         (SIDES,),
     ),
     Mutant(
@@ -98,6 +106,14 @@ PUSHES = (
         AGENT + "push_source.py",
         "        elif preemptions != push.preemptions:\n",
         "        elif False:\n",
+        (SIDES,),
+    ),
+    Mutant(
+        "push_hits_after_a_preemption",
+        "a resumed request's first step is a first step",
+        AGENT + "push_source.py",
+        "            self._live[request_id] = _Live(request_id, view)\n",
+        "            self._live.setdefault(request_id, _Live(request_id, view))\n",
         (SIDES,),
     ),
     Mutant(

@@ -221,6 +221,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             block_size=self._block_size,
             worker_id=self._config.worker_id,
             counts=self._probe.request_counts,
+            steps=self._probe.steps,
             holds=LeakyHolds(self._pool, faults) if faults != Faults() else None,
             heads=[x.heads for x in handshakes],
         )

@@ -65,11 +65,12 @@ def advise(
         total += size
         if call(base, size, _MADV_HUGEPAGE):
             continue
-        for offset in range(0, size, PIECE):
+        # A huge page across the end of a piece would be in neither.
+        for start in (base, *range(base - base % PIECE + PIECE, base + size, PIECE)):
             if clock() > until:
                 break
-            piece = min(PIECE, size - offset)
-            if not call(base + offset, piece, _MADV_COLLAPSE):
+            piece = min(PIECE - start % PIECE, base + size - start)
+            if not call(start, piece, _MADV_COLLAPSE):
                 moved += piece
     _log.info("huge_pages", bytes=moved, of=total)
     return moved

@@ -6,8 +6,8 @@ step that computes its last token. What was computed before the grant came goes 
 next step, whole; and where the leg has ended by then, from what it left. A chunk's blocks are held
 until every rank has written them, so that vLLM may free or preempt the request meanwhile.
 
-A request's first step may have found prefix hits that another request of the same step fills, so
-its hits are written layer by layer too, with what it computes.
+A request's first step, and its first after a preemption, may have found prefix hits that another
+request of the same step fills, so its hits are written layer by layer too, with what it computes.
 """
 
 from __future__ import annotations
@@ -90,6 +90,11 @@ class _Push:
     def full_end(self) -> int:
         """One past its last full block."""
         return self.grant.start + len(self.grant.block_ids)
+
+    def in_chain(self, hashes: Sequence[bytes]) -> bool:
+        """Whether the full blocks that are wanted are those of a request with these hashes."""
+        own, wanted = hashes[self.grant.start : self.full_end], self.grant.hashes
+        return common_prefix(own, wanted) == len(wanted)
 
     def filled(self, tokens: int, block_size: int) -> int:
         """One past the last block of it that so many computed tokens fill as far as is wanted."""
@@ -231,7 +236,8 @@ class PushSide:
         """vLLM has allocated blocks for a leg's request, maybe not for the first time."""
         leg = self._turns.find(key)
         if key[1] == types_pb2.LEG_PREFILL and leg is not None and leg.push is not None:
-            self._live.setdefault(request_id, _Live(request_id, view))
+            # Anew where it was preempted: its first step may find such hits again, see the module.
+            self._live[request_id] = _Live(request_id, view)
             leg.push_request = request_id
 
     def wants(self, request_id: str) -> bool:
@@ -264,12 +270,13 @@ class PushSide:
         self,
         request_id: str,
         key: LegKey,
+        hashes: Sequence[bytes],
         block_ids: Sequence[int],
         tail: Tail | None = None,
         *,
         aborted: bool,
     ) -> bool:
-        """A prefill leg's request has ended, with so many full, written blocks and what follows
+        """A prefill leg's request has ended, with these full, written blocks and what follows
         them. True: its KV is pushed, and there is nothing to offer."""
         self._live.pop(request_id, None)
         leg = self._turns.find(key)
@@ -288,6 +295,9 @@ class PushSide:
                 self._stop(push, "REQUEST_ABORTED")
             elif push.sent + len(left) < push.end:
                 self._stop(push, "REQUEST_ENDED")
+            elif not push.in_chain(hashes):
+                # No step has compared them.
+                self._stop(push, "NO_COMMON_PREFIX")
             else:
                 # Granted while the last step ran: it is over, so all of it is final.
                 self._chunk_now(push, left)
@@ -373,9 +383,8 @@ class PushSide:
         preemptions = live.view.preemptions()
         if push.preemptions is None:
             push.preemptions = preemptions
-            own = live.view.hashes()[push.grant.start : push.full_end]
             tail = push.grant.tail
-            differs = common_prefix(own, push.grant.hashes) < len(push.grant.hashes)
+            differs = not push.in_chain(live.view.hashes())
             if tail is not None:
                 differs |= live.view.tail_hash(push.full_end, tail.tokens) != tail.hash
             if differs:

@@ -119,10 +119,12 @@ class SchedulerAgent:
         block_size: int,
         worker_id: str,
         counts: Callable[[], tuple[int, int]],
+        steps: Callable[[], tuple[int, int]] = lambda: (0, 0),
         holds: HoldTable | None = None,
         heads: Sequence[Heads] = (),
     ) -> None:
-        """`heads` is what each rank keeps, in order; left out where nobody is split otherwise."""
+        """`heads` is what each rank keeps, in order; left out where nobody is split otherwise.
+        `counts`: requests that run and wait. `steps`: how many have begun and how many are over."""
         self._heads = list(heads) or [Heads(0, 0)] * outbox.num_ranks
         self._store = store
         self._out = outbox
@@ -133,7 +135,7 @@ class SchedulerAgent:
         self._holds = HoldTable(store) if holds is None else holds
         self._turns = TurnBook()
         self.counters = Counters()
-        self.source = SourceSide(store, self._holds, outbox, clock, block_size)
+        self.source = SourceSide(store, self._holds, outbox, clock, block_size, steps)
         self.eager = EagerSide(
             store, self._holds, self.source, self.counters, outbox, clock, block_size, peers={}
         )
@@ -223,6 +225,7 @@ class SchedulerAgent:
     def drain(self) -> None:
         """Applies what waits in the inbox. One bad item must not stop the engine or the rest."""
         self.source.settle_reused()
+        self.source.harden_filled()
         self._news.clear()
         while self._inbox:
             item = self._inbox.popleft()
@@ -275,8 +278,9 @@ class SchedulerAgent:
         # Behind blocks that a load has yet to fill there is nothing, and of a request that was cut
         # off nobody will want the last words.
         tail = request.tail if written is None and not request.aborted else None
+        hashes, block_ids = request.hashes[:written], request.block_ids[:written]
         pushed = self.push.finished(
-            request.request_id, key, request.block_ids[:written], tail, aborted=request.aborted
+            request.request_id, key, hashes, block_ids, tail, aborted=request.aborted
         )
         leg = self._turns.find(key)
         if leg is None and key[1] == types_pb2.LEG_DECODE:
@@ -288,7 +292,8 @@ class SchedulerAgent:
         # A prefill that was aborted, or that is pushed, leaves nothing that anybody waits for.
         if pushed or (request.aborted and leg.leg == types_pb2.LEG_PREFILL):
             return
-        self.source.offer(leg, request.hashes[:written], request.block_ids[:written], tail)
+        # Who is cut off in its first step may have hits that another request's part of it fills.
+        self.source.offer(leg, hashes, block_ids, tail, filling=request.aborted)
 
     def load_failed(self, request_ids: Sequence[str]) -> None:
         """vLLM was told that these loads failed."""

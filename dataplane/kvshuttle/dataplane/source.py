@@ -7,7 +7,7 @@ has passed; nothing else ends it: not a revoke, not a session's end, not a lost 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 from kvshuttle.dataplane import journal
@@ -50,6 +50,8 @@ class Replica:
     # partial block, so nothing would find it again, nor tell that it was reused.
     tail: Tail | None = None
     tail_hold: Hold | None = None
+    # The step after which all its blocks are filled: vLLM caches a block when it schedules it.
+    filled_after: int = 0
 
     def __post_init__(self) -> None:
         if self.available < 0:
@@ -88,7 +90,10 @@ class SourceSide:
         outbox: Outbox,
         clock: Clock,
         block_size: int,
+        steps: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
+        """`steps`: how many the engine has begun, and how many of these are over."""
+        self._steps = steps
         self._store = store
         self._holds = holds
         self._out = outbox
@@ -96,6 +101,8 @@ class SourceSide:
         self._block_size = block_size
         self._replicas: OrderedDict[ReplicaKey, Replica] = OrderedDict()
         self._leases: dict[str, SourceLease] = {}
+        # Of replicas of which a step that runs may fill blocks.
+        self._unfilled: dict[str, agent_pb2.Harden] = {}
         # Soft replicas by the blocks that they count on, with the block's place in the chain; and
         # blocks that vLLM has handed out since the last look.
         self._owners: dict[int, list[tuple[Replica, int]]] = {}
@@ -115,12 +122,14 @@ class SourceSide:
         hashes: Sequence[bytes],
         block_ids: Sequence[int],
         tail: Tail | None = None,
+        *,
+        filling: bool = False,
     ) -> Replica | None:
         """Holds what a finished request leaves and tells the control plane.
 
         ``hashes`` and ``block_ids`` are those of its full blocks whose KV is written; equal length.
         ``tail`` follows them. The control plane is not told of it: who is granted the whole replica
-        is.
+        is. ``filling``: a step that runs may have yet to fill some.
         """
         if not hashes or leg.retention_ns <= 0 or self.draining:
             return None
@@ -128,6 +137,7 @@ class SourceSide:
         # First the new references, then the old ones go: a block of both is never free between.
         hold = self._holds.take(HoldKind.REPLICA, block_ids)
         replica = Replica(leg.tenant, leg.session_id, tuple(hashes), hold, expires)
+        replica.filled_after = self._steps()[0] if filling else 0
         if tail is not None:
             replica.tail = tail
             replica.tail_hold = self._holds.take(HoldKind.REPLICA, [tail.block_id])
@@ -140,7 +150,8 @@ class SourceSide:
         return replica
 
     def offer_cached(self, tenant: str, session_id: str, hashes: Sequence[bytes]) -> None:
-        """Makes a soft replica of as much of a chain as the engine has cached, and tells."""
+        """Makes a soft replica of as much of a chain as the engine has cached, and tells. What it
+        has cached may be another request's, which a step that runs has yet to fill."""
         block_ids: list[int] = []
         for block_hash in hashes:
             block_id = self._store.lookup(block_hash)
@@ -154,6 +165,7 @@ class SourceSide:
             if old.hold is None and chain[: len(old.hashes)] == old.hashes:
                 self._forget(old, "SUPERSEDED", tell=old.hashes != chain)
         replica = Replica(tenant, session_id, chain, None, 0)
+        replica.filled_after = self._steps()[0]
         if replica.key in self._replicas:
             return  # it is held hard already
         self._replicas[replica.key] = replica
@@ -264,7 +276,7 @@ class SourceSide:
     # Leases.
 
     def harden(self, command: agent_pb2.Harden) -> None:
-        """Holds a range for a reader and answers with where it lies."""
+        """Holds a range for a reader and answers with where it lies, once all of it is filled."""
         known = self._leases.get(command.lease_id)
         if known is not None:
             return
@@ -275,6 +287,9 @@ class SourceSide:
             return
         if replica is None or not start < end <= len(replica.hashes):
             self._refuse(command, "REPLICA_GONE")
+            return
+        if replica.filled_after > self._steps()[1]:
+            self._unfilled[command.lease_id] = command
             return
         block_ids = self._find(replica, start, end)
         if not block_ids:
@@ -322,6 +337,13 @@ class SourceSide:
                 )
             )
         )
+
+    def harden_filled(self) -> None:
+        """Obeys what waited for a step to be over."""
+        if self._unfilled:
+            waiting, self._unfilled = self._unfilled, {}
+            for command in waiting.values():
+                self.harden(command)
 
     def extend(self, command: agent_pb2.Extend) -> None:
         """Holds longer; a closing or unknown lease is not revived."""
@@ -374,7 +396,8 @@ class SourceSide:
         )
 
     def reader_stopped(self, lease_id: str) -> None:
-        """The control plane says that the reader has stopped."""
+        """The control plane says that the reader has stopped, or will not begin."""
+        self._unfilled.pop(lease_id, None)
         lease = self._leases.get(lease_id)
         if lease is not None:
             self._close(lease, "READER_STOPPED")
@@ -409,6 +432,10 @@ class SourceSide:
     def fence(self, worker: tuple[str, int]) -> None:
         """A reader's boot is attested dead."""
         self.readers.pop(worker, None)
+        for lease_id, command in list(self._unfilled.items()):
+            reader = command.destination
+            if (reader.worker_id, reader.incarnation) == worker:
+                del self._unfilled[lease_id]
         for lease in list(self._leases.values()):
             if lease.destination == worker:
                 self._close(lease, "READER_STOPPED")

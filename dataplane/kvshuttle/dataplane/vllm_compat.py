@@ -243,6 +243,31 @@ class EngineProbe:
     """Whether something waits for the engine to look at its input; its own thread."""
     request_counts: Callable[[], tuple[int, int]]
     """(running, waiting); any thread, may be slightly stale."""
+    steps: Callable[[], tuple[int, int]]
+    """How many steps were begun to be scheduled, and how many of these are over: what those fill is
+    filled. Steps end in the order in which they began. The scheduler's thread."""
+
+
+class _Steps:
+    """Counts a scheduler's steps. vLLM asks for one output of each, in order, whatever it has."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._begun = self._over = 0
+        schedule, update = scheduler.schedule, scheduler.update_from_output
+
+        def counted_schedule(*args: Any, **kwargs: Any) -> Any:
+            self._begun += 1
+            return schedule(*args, **kwargs)
+
+        def counted_update(*args: Any, **kwargs: Any) -> Any:
+            # At its beginning: the step's output is there.
+            self._over += 1
+            return update(*args, **kwargs)
+
+        scheduler.schedule, scheduler.update_from_output = counted_schedule, counted_update
+
+    def __call__(self) -> tuple[int, int]:
+        return self._begun, self._over
 
 
 def engine_probe() -> EngineProbe:
@@ -278,7 +303,8 @@ def engine_probe() -> EngineProbe:
         running, waiting = scheduler.get_request_counts()
         return int(running), int(waiting)
 
-    return EngineProbe(wake, has_input, counts)
+    steps = _Steps(scheduler) if scheduler is not None else lambda: (0, 0)
+    return EngineProbe(wake, has_input, counts, steps)
 
 
 class TailHasher:

@@ -65,6 +65,24 @@ def test_a_start_is_not_held_up_for_long_and_the_rest_is_advised() -> None:
     assert moved == PIECE
 
 
+def test_pieces_meet_where_huge_pages_do() -> None:
+    """A huge page across the end of a piece would stay small."""
+    calls: list[tuple[int, int]] = []
+
+    def note(base: int, size: int, advice: int) -> int:
+        if advice == 25:
+            calls.append((base, size))
+        return 0
+
+    base, size = 5 * PIECE + 3 * PAGE, 2 * PIECE
+    assert advise([(base, size)], boottime_ns, note) == size
+    assert calls == [
+        (base, PIECE - 3 * PAGE),
+        (6 * PIECE, PIECE),
+        (7 * PIECE, 3 * PAGE),
+    ]
+
+
 def test_what_the_machine_refuses_stays_as_it_is() -> None:
     assert advise([(0, PIECE)], boottime_ns, lambda *_: -1) == 0
     # Memory that is not there.

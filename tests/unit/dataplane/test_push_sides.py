@@ -612,6 +612,19 @@ def test_prefix_hits_of_a_first_step_are_written_with_its_layers() -> None:
     assert bench.step(96, 69) == [m.PushChunk("l1", 0, 0, [21, 22, 23, 24], False)]
 
 
+def test_prefix_hits_of_the_first_step_after_a_preemption_are_written_with_its_layers() -> None:
+    """It had run before, and was preempted before the grant came: the hits are as fresh."""
+    bench = Prefill()
+    bench.run()
+    bench.step(0, 70)
+    bench.pool.free(range(20, 26))
+    bench.view.taken += 1
+    bench.push_grant()
+    bench.agent.push.step([])
+    bench.run()
+    assert bench.step(96, 69) == [m.PushChunk("l1", 0, 0, [21, 22, 23, 24], False)]
+
+
 def test_a_grant_while_the_last_step_runs_is_served_at_its_end() -> None:
     bench = Prefill()
     bench.run()
@@ -622,6 +635,17 @@ def test_a_grant_while_the_last_step_runs_is_served_at_its_end() -> None:
     assert order.chunk == m.PushChunk("l1", 0, 0, [21, 22, 23, 24], True)
     assert not bench.out.take("offered")
     assert bench.held == 4
+
+
+def test_a_late_grant_for_other_words_is_not_served_by_what_the_request_left() -> None:
+    """No step has compared its hashes with the request's."""
+    bench = Prefill()
+    bench.run()
+    bench.step(0, 165)
+    bench.push_grant(hashes=chain(5, "u"))
+    bench.finish()
+    assert not bench.orders(m.PushBlocks)
+    assert [x.reason for x in bench.orders(m.PushStop)] == ["NO_COMMON_PREFIX"]
 
 
 def test_a_last_block_goes_with_the_step_that_computes_its_last_token() -> None:

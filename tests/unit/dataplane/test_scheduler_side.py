@@ -35,6 +35,8 @@ class Bench:
         self.pool = FakePool(total, caching=caching)
         self.out = FakeOutbox(ranks)
         self.clock = FakeClock()
+        # Steps that were begun, and that are over.
+        self.begun = self.over = 0
         self.agent = SchedulerAgent(
             self.pool,
             self.out,
@@ -42,6 +44,7 @@ class Bench:
             block_size=BLOCK,
             worker_id="w",
             counts=lambda: (0, 0),
+            steps=lambda: (self.begun, self.over),
         )
         welcome = agent_pb2.AgentWelcome(incarnation=1, lineage_id="L", clock_drift_ppm=200)
         self.agent.post(StreamUp(1, 5, welcome))
@@ -73,12 +76,19 @@ class Bench:
             grant=grant_of(hashes, self.clock(), lease=lease, ttl=ttl, lease_epoch=5, lease_seq=seq)
         )
 
-    def offer(self, hashes: tuple[bytes, ...], first: int = 10, *, turn: str = "t") -> None:
+    def offer(
+        self,
+        hashes: tuple[bytes, ...],
+        first: int = 10,
+        *,
+        turn: str = "t",
+        aborted: bool = False,
+    ) -> None:
         """A decode leg finishes; its own references are gone right after, as in vLLM."""
         ids = tuple(range(first, first + len(hashes)))
         self.pool.touch(ids)
         self.pool.cache.update(zip(hashes, ids, strict=True))
-        request = FinishedRequest("r-decode", hashes, ids, len(hashes) * BLOCK, False)
+        request = FinishedRequest("r-decode", hashes, ids, len(hashes) * BLOCK, aborted)
         self.agent.finished((turn, DECODE), request)
         self.pool.free(ids)
 

@@ -1,0 +1,108 @@
+"""What the agent knows of the engine that it is in."""
+
+from __future__ import annotations
+
+from collections import deque
+from concurrent.futures import Future
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="vLLM is installed with the engines", exc_type=ImportError)
+pytestmark = [
+    pytest.mark.engines,
+    # torch and vLLM warn of themselves when they are imported.
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+]
+
+
+class Scheduler:
+    """Makes its connector while it is made, as vLLM's does."""
+
+    def __init__(self) -> None:
+        from kvshuttle.dataplane.vllm_compat import engine_probe
+
+        self.probe = engine_probe()
+        self.seen: list[tuple[int, int]] = []
+
+    def get_request_counts(self) -> tuple[int, int]:
+        return 3, 4
+
+    def schedule(self, throttle: bool) -> Any:
+        self.seen.append(self.probe.steps())
+        return f"step {throttle}"
+
+    def update_from_output(self, step: Any, output: str) -> Any:
+        self.seen.append(self.probe.steps())
+        return step + output
+
+
+def test_a_schedulers_steps_are_counted() -> None:
+    scheduler = Scheduler()
+    assert scheduler.probe.request_counts() == (3, 4)
+    assert scheduler.probe.steps() == (0, 0)
+    assert scheduler.schedule(True) == "step True"
+    assert scheduler.schedule(throttle=False) == "step False"
+    assert scheduler.update_from_output("step", output=" done") == "step done"
+    # A step counts from its beginning, and is over when its output is there.
+    assert scheduler.seen == [(1, 0), (2, 0), (2, 1)]
+
+
+class Six(Scheduler):
+    """Schedules six steps, some with nothing to compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = [5, 1, 0, 1, 1, 0]
+        self.outputs = 0
+
+    def has_requests(self) -> bool:
+        return bool(self.tokens)
+
+    def get_grammar_bitmask(self, _: object) -> None:
+        return None
+
+    def schedule(self, throttle: bool) -> Any:
+        return SimpleNamespace(
+            total_num_scheduled_tokens=self.tokens.pop(0), pending_structured_output_tokens=False
+        )
+
+    def update_from_output(self, step: Any, output: str) -> Any:
+        self.outputs += 1
+        return output
+
+
+@pytest.mark.parametrize("queued", [False, True])
+def test_vllm_asks_for_one_output_of_each_step(queued: bool) -> None:
+    """With two steps in flight too; vLLM's own loop."""
+    from vllm.v1.engine.core import EngineCore
+
+    def done(*_: object, **__: object) -> Future[str]:
+        future: Future[str] = Future()
+        future.set_result("output")
+        return future
+
+    scheduler = Six()
+    core: Any = object.__new__(EngineCore)
+    vars(core).update(
+        scheduler=scheduler,
+        model_executor=SimpleNamespace(execute_model=done, sample_tokens=done),
+        batch_queue=deque(),
+        batch_queue_size=2,
+        is_mm_encoder_only=False,
+        is_pooling_model=False,
+        check_for_draft_tokens=False,
+        _should_throttle_prefills=lambda: False,
+        capture_iteration_details=lambda _: nullcontext(),
+        log_error_detail=lambda _: nullcontext(),
+        _process_aborts_queue=lambda: None,
+        _attach_iteration_details=lambda *_: None,
+        _attach_weight_version=lambda _: None,
+    )
+    step = core.step_with_batch_queue if queued else core.step
+    while scheduler.has_requests() or core.batch_queue:
+        step()
+    assert scheduler.outputs == 6
+    assert scheduler.probe.steps() == (6, 6)
