@@ -29,6 +29,14 @@ EAGER = (
         ("tests/unit/dataplane/test_filled.py",),
     ),
     Mutant(
+        "aborted_pushed_unfilled",
+        "nor is it pushed before",
+        AGENT + "source.py",
+        "            if not self._filled(replica):\n                continue\n",
+        "",
+        ("tests/unit/dataplane/test_filled.py",),
+    ),
+    Mutant(
         "unfilled_held_for_nobody",
         "who waits for a step to be over may go",
         AGENT + "source.py",

@@ -265,6 +265,8 @@ class SourceSide:
         for replica in self._of_session(tenant, session_id):
             if replica.hold is None or list(replica.hashes[start:end]) != list(hashes):
                 continue
+            if not self._filled(replica):
+                continue
             found = list(replica.hold.block_ids[start:end])
             if tail is None:
                 return found
@@ -288,7 +290,7 @@ class SourceSide:
         if replica is None or not start < end <= len(replica.hashes):
             self._refuse(command, "REPLICA_GONE")
             return
-        if replica.filled_after > self._steps()[1]:
+        if not self._filled(replica):
             self._unfilled[command.lease_id] = command
             return
         block_ids = self._find(replica, start, end)
@@ -480,6 +482,9 @@ class SourceSide:
                 )
             )
         )
+
+    def _filled(self, replica: Replica) -> bool:
+        return replica.filled_after <= self._steps()[1]
 
     def _find(self, replica: Replica, start: int, end: int) -> list[int]:
         """Block ids of the range, or of as much of its start as is still there."""

@@ -71,6 +71,15 @@ def test_what_a_request_left_at_its_own_end_is_granted_at_once() -> None:
     assert bench.out.take("hardened")
 
 
+def test_nor_is_it_pushed_before() -> None:
+    bench = Bench()
+    bench.begun, bench.over = 7, 6
+    was_cut_off(bench)
+    assert bench.agent.source.blocks_of("acme", "s", 0, HASHES) == []
+    bench.over = 7
+    assert bench.agent.source.blocks_of("acme", "s", 0, HASHES) == [10, 11, 12, 13]
+
+
 @pytest.mark.parametrize(
     "over",
     [
