@@ -109,6 +109,14 @@ PUSHES = (
         (SIDES,),
     ),
     Mutant(
+        "push_second_prompt",
+        "of several prompts the one whose hashes were compared is pushed",
+        AGENT + "push_source.py",
+        '            if leg.push_request not in ("", request_id):\n',
+        "            if False:\n",
+        (SIDES,),
+    ),
+    Mutant(
         "push_hits_after_a_preemption",
         "a resumed request's first step is a first step",
         AGENT + "push_source.py",

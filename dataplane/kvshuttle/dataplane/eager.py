@@ -62,6 +62,8 @@ class _Return:
     missing: list[int]
     # What was cached already, then what has landed, piece by piece.
     kept: list[Hold]
+    # After which step each of them that is cached is filled.
+    filled: dict[int, int]
     piece: _Piece | None = None
     pieces: int = 0
     # Why nothing more is read; empty while it goes on.
@@ -106,6 +108,7 @@ class EagerSide:
             self._refuse(command.lease_id, agent_pb2.TRANSFER_OUTCOME_UNUSED, reason)
             return
         cached = [self.store.lookup(h) for h in grant.hashes]
+        begun = self.source.steps_begun
         job = _Return(
             grant=grant,
             tenant=command.tenant,
@@ -114,6 +117,7 @@ class EagerSide:
             missing=[i for i, block_id in enumerate(cached) if block_id is None],
             # Held, so that what is read now does not push out what it continues.
             kept=[self.holds.take(HoldKind.LANDING, [b for b in cached if b is not None])],
+            filled={block_id: begun for block_id in cached if block_id is not None},
         )
         self._open[grant.lease_id] = job
         self._go_on(job)
@@ -281,6 +285,7 @@ class EagerSide:
             # A request may have computed the same block meanwhile: one copy is enough.
             if self.store.lookup(block_hash) is None:
                 self.store.insert(block_hash, block_id, (index + 1) * self.block_size)
+                job.filled[block_id] = 0
         job.kept.append(piece.hold)
         job.blocks += len(piece.indexes)
         job.bytes_moved += piece.bytes_moved
@@ -301,13 +306,14 @@ class EagerSide:
         # What is freed first is reused first, and the end of a chain is worth least.
         while job.kept:
             self.holds.release(job.kept.pop())
+        job.filled.clear()
 
     def _end(self, job: _Return) -> None:
         lease_id = job.grant.lease_id
         if self._open.pop(lease_id, None) is None:
             return
         # Told before the lease's end, so that the control plane knows of the copy by then.
-        self.source.offer_cached(job.tenant, job.session_id, job.grant.hashes)
+        self.source.offer_cached(job.tenant, job.session_id, job.grant.hashes, job.filled)
         self._let_go(job)
         self._remember(lease_id)
         stopped = agent_pb2.LeaseStopped(lease_id=lease_id, reason=job.stopping)

@@ -236,6 +236,8 @@ class PushSide:
         """vLLM has allocated blocks for a leg's request, maybe not for the first time."""
         leg = self._turns.find(key)
         if key[1] == types_pb2.LEG_PREFILL and leg is not None and leg.push is not None:
+            if leg.push_request not in ("", request_id):
+                return  # another prompt of the same call: only the first one's hashes are compared
             # Anew where it was preempted: its first step may find such hits again, see the module.
             self._live[request_id] = _Live(request_id, view)
             leg.push_request = request_id
@@ -283,6 +285,8 @@ class PushSide:
         if leg is None or key[1] != types_pb2.LEG_PREFILL:
             return False
         leg.ended = True
+        if leg.push_request == request_id:
+            leg.push_request = ""
         push = self._by_token.get(key[0])
         if push is None:
             return False

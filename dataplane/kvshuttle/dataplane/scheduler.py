@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvshuttle.dataplane import journal
 from kvshuttle.dataplane import messages as m
@@ -155,6 +155,8 @@ class SchedulerAgent:
             self._holds, self._turns, self.source, outbox, clock, block_size, self.eager.peers
         )
         self._inbox: deque[InboxItem] = deque()
+        # Hardens of ranges that a step which runs has yet to fill, a batch each.
+        self._waiting: list[CommandBatch] = []
         self._news = threading.Event()
         self._obeying = threading.Lock()
         self._generation = 0
@@ -225,8 +227,10 @@ class SchedulerAgent:
     def drain(self) -> None:
         """Applies what waits in the inbox. One bad item must not stop the engine or the rest."""
         self.source.settle_reused()
-        self.source.harden_filled()
         self._news.clear()
+        # Anew: with the checks of what has just come.
+        self._inbox.extendleft(reversed(self._waiting))
+        self._waiting.clear()
         while self._inbox:
             item = self._inbox.popleft()
             try:
@@ -348,7 +352,8 @@ class SchedulerAgent:
         moment has passed."""
         undecided = self.destination.undecided
         awaited = self.landings.awaited + self.destination.loading + len(undecided)
-        if not awaited:
+        # What waits for a step to be over hears of it in the next one.
+        if not awaited or self._waiting:
             return
         running, waiting = self._counts()
         # Who waits for something else (blocks, a grammar) must be looked at again soon.
@@ -455,9 +460,15 @@ class SchedulerAgent:
             _log.warning("stale_commands_dropped", count=len(batch.commands), epoch=batch.epoch)
             return
         for command in batch.commands:
+            if command.WhichOneof("command") == "harden" and self.source.unfilled(command.harden):
+                self._waiting.append(replace(batch, commands=[command]))
+                continue
             if journal.enabled():
                 self._note_order(command, batch.epoch)
             self._obey(command)
+
+    def _no_longer_wait(self, over: Callable[[agent_pb2.Harden], bool]) -> None:
+        self._waiting = [batch for batch in self._waiting if not over(batch.commands[0].harden)]
 
     def _note_order(self, command: agent_pb2.AgentCommand, epoch: int) -> None:
         kind = command.WhichOneof("command")
@@ -505,7 +516,9 @@ class SchedulerAgent:
                     over.lease_id, over.reason, pull_follows=over.pull_follows
                 )
             case "reader_stopped":
-                self.source.reader_stopped(command.reader_stopped.lease_id)
+                lease_id = command.reader_stopped.lease_id
+                self._no_longer_wait(lambda harden: harden.lease_id == lease_id)
+                self.source.reader_stopped(lease_id)
             case "release_replica":
                 release = command.release_replica
                 self.source.release(release.tenant, release.session_id, release.head_hash)
@@ -523,6 +536,7 @@ class SchedulerAgent:
             case "peer_fenced":
                 worker = command.peer_fenced.worker
                 key = (worker.worker_id, worker.incarnation)
+                self._no_longer_wait(lambda harden: harden.destination == worker)
                 self._out.order(m.DropPeer(*key))
                 self.destination.peer_fenced(key)
                 self.source.fence(key)

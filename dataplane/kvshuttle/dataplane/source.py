@@ -7,7 +7,7 @@ has passed; nothing else ends it: not a revoke, not a session's end, not a lost 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from kvshuttle.dataplane import journal
@@ -101,8 +101,6 @@ class SourceSide:
         self._block_size = block_size
         self._replicas: OrderedDict[ReplicaKey, Replica] = OrderedDict()
         self._leases: dict[str, SourceLease] = {}
-        # Of replicas of which a step that runs may fill blocks.
-        self._unfilled: dict[str, agent_pb2.Harden] = {}
         # Soft replicas by the blocks that they count on, with the block's place in the chain; and
         # blocks that vLLM has handed out since the last look.
         self._owners: dict[int, list[tuple[Replica, int]]] = {}
@@ -137,7 +135,7 @@ class SourceSide:
         # First the new references, then the old ones go: a block of both is never free between.
         hold = self._holds.take(HoldKind.REPLICA, block_ids)
         replica = Replica(leg.tenant, leg.session_id, tuple(hashes), hold, expires)
-        replica.filled_after = self._steps()[0] if filling else 0
+        replica.filled_after = self.steps_begun if filling else 0
         if tail is not None:
             replica.tail = tail
             replica.tail_hold = self._holds.take(HoldKind.REPLICA, [tail.block_id])
@@ -149,9 +147,16 @@ class SourceSide:
         self._bound_soft()
         return replica
 
-    def offer_cached(self, tenant: str, session_id: str, hashes: Sequence[bytes]) -> None:
-        """Makes a soft replica of as much of a chain as the engine has cached, and tells. What it
-        has cached may be another request's, which a step that runs has yet to fill."""
+    def offer_cached(
+        self,
+        tenant: str,
+        session_id: str,
+        hashes: Sequence[bytes],
+        filled: Mapping[int, int] | None = None,
+    ) -> None:
+        """Makes a soft replica of as much of a chain as the engine has cached, and tells.
+        ``filled``: of blocks of which that is known, the number of the step after which they are
+        filled. Another may be a request's, which a step that runs has yet to fill."""
         block_ids: list[int] = []
         for block_hash in hashes:
             block_id = self._store.lookup(block_hash)
@@ -165,7 +170,8 @@ class SourceSide:
             if old.hold is None and chain[: len(old.hashes)] == old.hashes:
                 self._forget(old, "SUPERSEDED", tell=old.hashes != chain)
         replica = Replica(tenant, session_id, chain, None, 0)
-        replica.filled_after = self._steps()[0]
+        known, begun = filled or {}, self.steps_begun
+        replica.filled_after = max(known.get(block_id, begun) for block_id in block_ids)
         if replica.key in self._replicas:
             return  # it is held hard already
         self._replicas[replica.key] = replica
@@ -268,6 +274,8 @@ class SourceSide:
             if not self._filled(replica):
                 continue
             found = list(replica.hold.block_ids[start:end])
+            if len(found) < len(hashes):
+                continue  # it was trimmed
             if tail is None:
                 return found
             own = replica.tail if end == len(replica.hashes) else None
@@ -278,7 +286,8 @@ class SourceSide:
     # Leases.
 
     def harden(self, command: agent_pb2.Harden) -> None:
-        """Holds a range for a reader and answers with where it lies, once all of it is filled."""
+        """Holds a range for a reader and answers with where it lies. Not before it is filled:
+        see :meth:`unfilled`."""
         known = self._leases.get(command.lease_id)
         if known is not None:
             return
@@ -289,9 +298,6 @@ class SourceSide:
             return
         if replica is None or not start < end <= len(replica.hashes):
             self._refuse(command, "REPLICA_GONE")
-            return
-        if not self._filled(replica):
-            self._unfilled[command.lease_id] = command
             return
         block_ids = self._find(replica, start, end)
         if not block_ids:
@@ -340,12 +346,10 @@ class SourceSide:
             )
         )
 
-    def harden_filled(self) -> None:
-        """Obeys what waited for a step to be over."""
-        if self._unfilled:
-            waiting, self._unfilled = self._unfilled, {}
-            for command in waiting.values():
-                self.harden(command)
+    def unfilled(self, command: agent_pb2.Harden) -> bool:
+        """Whether a step that runs may have yet to fill what is to be held: ask again later."""
+        replica = self._replicas.get((command.tenant, command.session_id, command.head_hash))
+        return replica is not None and not self._filled(replica)
 
     def extend(self, command: agent_pb2.Extend) -> None:
         """Holds longer; a closing or unknown lease is not revived."""
@@ -398,8 +402,7 @@ class SourceSide:
         )
 
     def reader_stopped(self, lease_id: str) -> None:
-        """The control plane says that the reader has stopped, or will not begin."""
-        self._unfilled.pop(lease_id, None)
+        """The control plane says that the reader has stopped."""
         lease = self._leases.get(lease_id)
         if lease is not None:
             self._close(lease, "READER_STOPPED")
@@ -434,10 +437,6 @@ class SourceSide:
     def fence(self, worker: tuple[str, int]) -> None:
         """A reader's boot is attested dead."""
         self.readers.pop(worker, None)
-        for lease_id, command in list(self._unfilled.items()):
-            reader = command.destination
-            if (reader.worker_id, reader.incarnation) == worker:
-                del self._unfilled[lease_id]
         for lease in list(self._leases.values()):
             if lease.destination == worker:
                 self._close(lease, "READER_STOPPED")
@@ -456,6 +455,11 @@ class SourceSide:
         times = [x.deadline_ns for x in self._leases.values() if not x.closing]
         times += [r.expires_ns for r in self._replicas.values() if r.hold is not None]
         return min(times, default=None)
+
+    @property
+    def steps_begun(self) -> int:
+        """The number of the newest step: what is cached now is filled when it is over."""
+        return self._steps()[0]
 
     @property
     def open_leases(self) -> list[SourceLease]:

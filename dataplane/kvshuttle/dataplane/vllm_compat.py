@@ -20,6 +20,7 @@ import hashlib
 import inspect
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -115,6 +116,16 @@ def check_supported(config: VllmConfig, kv: KVCacheConfig) -> None:
         raise UnsupportedError(
             f"kv_load_failure_policy: {transfer.kv_load_failure_policy!r} fails a request when a "
             "transfer fails; set it to 'recompute' in --kv-transfer-config"
+        )
+    if transfer is not None and not transfer.is_kv_consumer:
+        raise UnsupportedError(
+            f"kv_role: {transfer.kv_role!r} lets vLLM reuse an ended request's blocks while a step "
+            "still writes them; set it to 'kv_both' in --kv-transfer-config"
+        )
+    if getattr(parallel, "enable_fault_tolerance", False):
+        raise UnsupportedError(
+            "enable_fault_tolerance: True drops steps that were to fill blocks which are cached "
+            "already; start the engine without it"
         )
     if parallel.pipeline_parallel_size > 1:
         raise UnsupportedError(
@@ -249,20 +260,28 @@ class EngineProbe:
 
 
 class _Steps:
-    """Counts a scheduler's steps. vLLM asks for one output of each, in order, whatever it has."""
+    """Counts a scheduler's steps. vLLM comes with the output of each, in order, whatever it has."""
 
     def __init__(self, scheduler: Any) -> None:
         self._begun = self._over = 0
+        # What was scheduled and is not over: its number, and vLLM's object.
+        self._running: deque[tuple[int, object]] = deque()
         schedule, update = scheduler.schedule, scheduler.update_from_output
 
         def counted_schedule(*args: Any, **kwargs: Any) -> Any:
             self._begun += 1
-            return schedule(*args, **kwargs)
+            number, step = self._begun, schedule(*args, **kwargs)
+            self._running.append((number, step))
+            return step
 
-        def counted_update(*args: Any, **kwargs: Any) -> Any:
-            # At its beginning: the step's output is there.
-            self._over += 1
-            return update(*args, **kwargs)
+        def counted_update(step: Any, *args: Any, **kwargs: Any) -> Any:
+            # At its beginning: the step's output is there. By identity, so that a step whose output
+            # never comes is not one that all later ones are short of.
+            while self._running:
+                self._over, begun = self._running.popleft()
+                if begun is step:
+                    break
+            return update(step, *args, **kwargs)
 
         scheduler.schedule, scheduler.update_from_output = counted_schedule, counted_update
 

@@ -32,22 +32,51 @@ class Scheduler:
 
     def schedule(self, throttle: bool) -> Any:
         self.seen.append(self.probe.steps())
-        return f"step {throttle}"
+        return SimpleNamespace(throttle=throttle)
 
     def update_from_output(self, step: Any, output: str) -> Any:
         self.seen.append(self.probe.steps())
-        return step + output
+        return step.throttle, output
 
 
 def test_a_schedulers_steps_are_counted() -> None:
     scheduler = Scheduler()
     assert scheduler.probe.request_counts() == (3, 4)
     assert scheduler.probe.steps() == (0, 0)
-    assert scheduler.schedule(True) == "step True"
-    assert scheduler.schedule(throttle=False) == "step False"
-    assert scheduler.update_from_output("step", output=" done") == "step done"
+    first, _ = scheduler.schedule(True), scheduler.schedule(throttle=False)
+    assert scheduler.update_from_output(first, output="done") == (True, "done")
     # A step counts from its beginning, and is over when its output is there.
     assert scheduler.seen == [(1, 0), (2, 0), (2, 1)]
+    # The output of the second never comes; those of later ones do, and steps end in their order.
+    third = scheduler.schedule(True)
+    scheduler.update_from_output(third, output="done")
+    assert scheduler.probe.steps() == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"kv_transfer_config.is_kv_consumer": False}, "kv_role: 'kv_producer'.*kv_both"),
+        ({"parallel_config.enable_fault_tolerance": True}, "enable_fault_tolerance: True"),
+        ({"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size: 2"),
+        ({"kv_transfer_config.kv_load_failure_policy": "fail"}, "kv_load_failure_policy: 'fail'"),
+    ],
+)
+def test_what_would_be_wrong_is_refused_at_the_start(changes: dict[str, Any], said: str) -> None:
+    from kvshuttle.dataplane.vllm_compat import UnsupportedError, check_supported
+
+    config: Any = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_load_failure_policy="recompute", is_kv_consumer=True, kv_role="kv_producer"
+        ),
+        parallel_config=SimpleNamespace(pipeline_parallel_size=1, enable_fault_tolerance=False),
+    )
+    for path, value in changes.items():
+        part, name = path.split(".")
+        setattr(getattr(config, part), name, value)
+    kv: Any = SimpleNamespace(kv_cache_groups=[])
+    with pytest.raises(UnsupportedError, match=said):
+        check_supported(config, kv)
 
 
 class Six(Scheduler):

@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from kvshuttle.dataplane.scheduler import StreamUp
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import types_pb2
+from tests.unit.dataplane.test_eager import eager, end_read, reads
+from tests.unit.dataplane.test_push_sides import Decode
 from tests.unit.dataplane.test_scheduler_side import DECODE, Bench, chain
 
 HASHES = chain(4)
@@ -103,7 +106,64 @@ def test_nothing_is_held_for_a_reader_that_is_gone_meanwhile(over: dict[str, Any
     assert bench.held == 0
 
 
-def test_what_was_reused_meanwhile_is_not_granted() -> None:
+@pytest.mark.parametrize("how", ["stream", "replaced", "term"])
+def test_what_waits_is_not_obeyed_when_its_stream_or_its_term_is_over(how: str) -> None:
+    bench = Bench()
+    bench.begun, bench.over = 7, 6
+    came_back(bench)
+    bench.harden(HASHES)
+    if how == "stream":
+        bench.agent.end_stream(bench.life)
+    elif how == "replaced":
+        bench.agent.post(StreamUp(2, 6, agent_pb2.AgentWelcome(incarnation=1, lineage_id="L")))
+    else:
+        bench.agent.saw_epoch(6)
+    bench.end_hook()
+    bench.over = 7
+    bench.end_hook()
+    assert not bench.out.take("hardened")
+    assert bench.held == 0
+
+
+def test_who_waits_for_a_step_is_not_left_waiting_by_an_engine_that_rests() -> None:
+    bench = Decode()
+    bench.land()
+    bench.agent._counts = lambda: (0, 1)
+    bench.begun, bench.over = 7, 6
+    came_back(bench)
+    bench.harden(HASHES, lease="l9")
+    looks: list[int] = []
+
+    def has_input() -> bool:
+        looks.append(1)
+        return True
+
+    bench.agent.rest(has_input)
+    assert not looks
+    bench.over = 7
+    bench.end_hook()
+    assert bench.out.take("hardened")
+    bench.agent.rest(has_input)
+    assert looks
+
+
+def test_what_an_eager_return_has_brought_is_filled() -> None:
+    """It was read and confirmed; what the cache had before is filled by the steps of then."""
+    bench = Bench(total=300)
+    bench.begun, bench.over = 7, 6
+    bench.pool.cache.update(zip(HASHES[:2], (40, 41), strict=True))
+    eager(bench, HASHES)
+    (read,) = reads(bench)
+    bench.begun = 9
+    end_read(bench, read)
+    bench.harden(HASHES)
+    assert not bench.out.take("hardened")
+    bench.over = 7
+    bench.end_hook()
+    assert bench.out.take("hardened")
+
+
+def test_what_was_let_go_meanwhile_is_not_granted() -> None:
     bench = Bench()
     bench.begun, bench.over = 7, 6
     came_back(bench)

@@ -648,6 +648,30 @@ def test_a_late_grant_for_other_words_is_not_served_by_what_the_request_left() -
     assert [x.reason for x in bench.orders(m.PushStop)] == ["NO_COMMON_PREFIX"]
 
 
+def test_of_several_prompts_of_a_call_the_first_is_pushed() -> None:
+    """The hashes of one are compared."""
+    bench = Prefill()
+    bench.push_grant()
+    bench.run()
+    bench.step(0, 70)
+    bench.agent.allocated("p2", bench.key, range(40, 46), 0, View(chain(5, "u")))
+    assert not bench.agent.push.wants("p2")
+    assert bench.step(70, 95) == [m.PushChunk("l1", 1, 1, [22, 23, 24], False)]
+
+
+def test_a_replica_that_was_trimmed_is_not_pushed_in_part() -> None:
+    bench = Bench()
+    bench.expect(DECODE)
+    bench.offer(chain(5))
+    retain = agent_pb2.RetainReplica(
+        tenant="acme", session_id="s", head_hash=chain(5)[-1], keep_blocks=2
+    )
+    retain.retention.FromSeconds(50)
+    bench.obey(retain_replica=retain)
+    assert bench.agent.source.blocks_of("acme", "s", 0, chain(5)[:2]) == [10, 11]
+    assert bench.agent.source.blocks_of("acme", "s", 0, chain(5)[:4]) == []
+
+
 def test_a_last_block_goes_with_the_step_that_computes_its_last_token() -> None:
     bench = Prefill()
     bench.push_grant(tail=tail_at(777))

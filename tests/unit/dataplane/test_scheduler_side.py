@@ -12,6 +12,7 @@ from kvshuttle.dataplane.scheduler import (
     CommandBatch,
     FinishedRequest,
     SchedulerAgent,
+    StreamLife,
     StreamUp,
     Tick,
 )
@@ -35,6 +36,7 @@ class Bench:
         self.pool = FakePool(total, caching=caching)
         self.out = FakeOutbox(ranks)
         self.clock = FakeClock()
+        self.life = StreamLife()
         # Steps that were begun, and that are over.
         self.begun = self.over = 0
         self.agent = SchedulerAgent(
@@ -53,7 +55,7 @@ class Bench:
 
     def obey(self, *, generation: int = 1, epoch: int = 5, **command: Any) -> None:
         batch = [agent_pb2.AgentCommand(**{k: v}) for k, v in command.items()]
-        self.agent.post(CommandBatch(generation, epoch, batch))
+        self.agent.post(CommandBatch(generation, epoch, batch, self.life))
         self.end_hook()
 
     def end_hook(self) -> None:
