@@ -254,7 +254,7 @@ EAGER = (
         "eager_never_offers",
         "what has landed is told before the lease's end",
         AGENT + "eager.py",
-        "        self.source.offer_cached(job.tenant, job.session_id, job.grant.hashes)\n",
+        "        self.source.offer_cached(job.tenant, job.session_id, job.grant.hashes, job.filled)\n",
         "        pass\n",
         ("tests/unit/dataplane/test_eager.py::test_it_lands_in_the_cache_and_is_let_go",),
     ),

@@ -67,7 +67,8 @@ FOREIGN = {
     "pip": {"no-cache-dir", "no-deps"},
     "systemctl": {"now"},
     "vllm": {
-        *("enable-prefix-caching", "enable-prompt-tokens-details", "gpu-memory-utilization"),
+        *("enable-fault-tolerance", "enable-prefix-caching", "enable-prompt-tokens-details"),
+        "gpu-memory-utilization",
         *("kv-cache-dtype", "kv-transfer-config", "max-num-batched-tokens"),
         *("otlp-traces-endpoint", "tensor-parallel-size"),
     },
