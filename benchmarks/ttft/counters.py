@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from benchmarks.ttft.arms import Arm
@@ -105,6 +106,10 @@ def held_blocks(arm: Arm, engine: Engine, metrics: Metrics, blocks: int) -> floa
     return metrics.total(_USAGE) * blocks
 
 
-def forget(engine: Engine) -> None:
-    """Empties an engine's prefix cache, where nothing is held. Raises httpx.HTTPError."""
-    local_http.post(f"{engine.url}/reset_prefix_cache", timeout=30).raise_for_status()
+def forget(engine: Engine) -> bool:
+    """Empties an engine's prefix cache; whether it did: vLLM does not while a block is held, and
+    says so in its log only (it answers 200 in any case). Raises httpx.HTTPError."""
+    with engine.log_path.open("rb") as log:
+        log.seek(0, os.SEEK_END)
+        local_http.post(f"{engine.url}/reset_prefix_cache", timeout=30).raise_for_status()
+        return b"Successfully reset prefix cache" in log.read()

@@ -204,6 +204,7 @@ class Client:
                 on_first_token=control_plane.pause,
             )
             time.sleep(SPIN_S)
+            # Where it cannot, less comes back than the whole, and the return is not counted.
             forget(self.arm.prefill)
         finally:
             control_plane.resume()
@@ -301,14 +302,9 @@ class _Dropper:
 
     def _run(self) -> None:
         try:
-            view, prefill = self._arm.view, self._arm.prefill
-            assert view is not None
             deadline = time.monotonic() + DROP_TIMEOUT_S
             while not self._over.is_set() and time.monotonic() < deadline:
-                # vLLM answers 200 whether or not it could; it could if nothing was held.
-                forget(prefill)
-                if view.workers()[prefill.name].pool.held_blocks == 0:
-                    forget(prefill)
+                if forget(self._arm.prefill):
                     self._dropped_at = time.monotonic()
                     return
                 time.sleep(POLL_S)

@@ -5,34 +5,44 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING
 
-from kvshuttle.v1 import lease_service_pb2
+from kvshuttle.dataplane.clock import boottime_ns
+from kvshuttle.v1 import cluster_service_pb2, lease_service_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from kvshuttle.localstack import ControlPlaneView
-    from kvshuttle.v1 import cluster_service_pb2
 
 # Ends of sessions travel to the agents at once; what agents say back comes with their next
 # heartbeat. A lease whose reader is dead ends at its deadline.
 SETTLE_TIMEOUT_S = 45.0
 POLL_S = 0.1
 
+_CONNECTED = (cluster_service_pb2.WORKER_STATE_READY, cluster_service_pb2.WORKER_STATE_DRAINING)
+
 
 def free_blocks(view: ControlPlaneView) -> dict[str, int]:
-    """The workers' free blocks by worker id, as heartbeats have them in which nothing runs: the
-    last one may be of when an engine warmed up. AssertionError while something goes on running."""
+    """The free blocks of all connected workers by worker id, counted from now on and while nothing
+    runs: the last heartbeat may be of when an engine warmed up. AssertionError while something goes
+    on running, or does not say."""
+    asked = boottime_ns()
     deadline = time.monotonic() + SETTLE_TIMEOUT_S
     while True:
-        pools = {
-            worker_id: worker.pool
+        workers = {
+            worker_id: worker
             for worker_id, worker in view.workers().items()
-            if worker.pool.total_blocks
+            if worker.state in _CONNECTED
         }
-        busy = [x for x, pool in pools.items() if pool.running_requests or pool.waiting_requests]
-        if not busy:
-            return {worker_id: pool.free_blocks for worker_id, pool in pools.items()}
-        assert time.monotonic() < deadline, f"still running: {', '.join(busy)}"
+        busy = [
+            worker_id
+            for worker_id, worker in workers.items()
+            if worker.pool_clock <= asked
+            or worker.pool.running_requests
+            or worker.pool.waiting_requests
+        ]
+        if workers and not busy:
+            return {worker_id: worker.pool.free_blocks for worker_id, worker in workers.items()}
+        assert time.monotonic() < deadline, f"still running: {', '.join(busy) or 'no worker'}"
         time.sleep(POLL_S)
 
 
@@ -82,20 +92,18 @@ def assert_nothing_leaked(
 ) -> None:
     """Ends all sessions, then waits until nothing is held and the pools are as before.
 
-    Only a heartbeat that is newer than the asking counts. Raises AssertionError with what is left
-    after `timeout_s`.
+    Only what a worker has counted since the asking counts: a heartbeat may lie a while, and any
+    event renews `heartbeat_time` but not the counts. The workers are of this machine, and so is
+    their clock. Raises AssertionError with what is left after `timeout_s`.
     """
     if end_sessions:
         view.end_all_sessions()
-    asked = {
-        worker_id: worker.heartbeat_time.ToNanoseconds()
-        for worker_id, worker in view.workers().items()
-    }
+    asked = boottime_ns()
     deadline = time.monotonic() + timeout_s
     while True:
+        workers = view.workers()
         fresh = all(
-            view.workers()[worker_id].heartbeat_time.ToNanoseconds() > asked.get(worker_id, 0)
-            for worker_id in baseline
+            worker_id in workers and workers[worker_id].pool_clock > asked for worker_id in baseline
         )
         found = leaks(view, baseline)
         if fresh and not found:

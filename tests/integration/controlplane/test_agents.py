@@ -11,6 +11,8 @@ import grpc
 import pytest
 
 from kvshuttle.controlplane.model.limits import MS, Limits
+from kvshuttle.dataplane.clock import boottime_ns
+from kvshuttle.localstack import ControlPlaneView
 from kvshuttle.v1 import agent_service_pb2 as agents
 from kvshuttle.v1 import cluster_service_pb2 as workers
 from kvshuttle.v1 import lease_service_pb2 as leases
@@ -20,6 +22,7 @@ from tests.integration.controlplane.agent import hashes
 from tests.integration.controlplane.conftest import Cluster, T, eventually
 from tests.integration.controlplane.status import details, reason
 from tests.integration.controlplane.test_turns import CHAIN, ended, first_turn
+from tests.support.leaks import assert_nothing_leaked, free_blocks
 
 DECODE = types.WORKER_ROLE_DECODE
 
@@ -358,3 +361,65 @@ async def test_a_destination_has_its_leases_extended_many_at_once(cluster: Clust
     assert sorted(told.lease_seqs) == [made[0], made[2]]
     assert told.as_of == prefill.hello.clock
     assert told.ttl == extend.ttl
+
+
+async def test_only_a_heartbeat_renews_what_the_pool_is_known_to_be(cluster: Cluster) -> None:
+    """Any message is a sign of life, and a reconnect too; neither tells of the pool."""
+    _, decode = await cluster.pair()
+    pool = workers.PoolStats(total_blocks=100, free_blocks=60)
+    await decode.beat(7_000, pool=pool)
+    before = await eventually(lambda: worker(cluster, "d"), lambda got: got.pool_clock)
+    assert (before.pool, before.pool_clock) == (pool, 7_000)
+    await decode.say(replica_changed=agents.ReplicaChanged(session_id="nobody's"))
+    heard = before.heartbeat_time.ToNanoseconds()
+    after = await eventually(
+        lambda: worker(cluster, "d"), lambda got: got.heartbeat_time.ToNanoseconds() > heard
+    )
+    assert (after.pool, after.pool_clock) == (pool, 7_000)
+    decode.hello.clock = 8_000
+    await decode.connect()
+    again = await worker(cluster, "d")
+    assert (again.pool, again.pool_clock) == (pool, 7_000)
+
+
+async def test_the_leak_oracle_is_not_content_with_what_was_counted_before(
+    cluster: Cluster,
+) -> None:
+    """A turn may begin and leak between two heartbeats, and say things meanwhile."""
+    decode = await cluster.agent("d", DECODE).connect()
+    clean = workers.PoolStats(total_blocks=100, free_blocks=100)
+    leaky = workers.PoolStats(total_blocks=100, free_blocks=95, holds=1, held_blocks=5)
+
+    async def checked() -> None:
+        with ControlPlaneView(cluster.server.addresses.api) as view:
+            await asyncio.to_thread(assert_nothing_leaked, view, {"d": 100}, timeout_s=5)
+
+    await decode.beat(boottime_ns(), pool=clean)
+    await eventually(lambda: worker(cluster, "d"), lambda got: got.pool.total_blocks)
+    looks = asyncio.create_task(checked())
+    for _ in range(20):
+        await decode.say(replica_changed=agents.ReplicaChanged(session_id="nobody's"))
+        await asyncio.sleep(0.01)
+    # One that was under way: newer for the control plane, and older than the question.
+    await decode.beat(1, pool=clean)
+    await decode.beat(boottime_ns(), pool=leaky)
+    with pytest.raises(AssertionError, match="d has 5 held blocks; d has 1 holds; d has 95 free"):
+        await looks
+    await decode.beat(boottime_ns() + 60 * 10**9, pool=clean)
+    await checked()
+
+
+async def test_a_baseline_is_counted_when_it_is_asked_for_and_leaves_nobody_out(
+    cluster: Cluster,
+) -> None:
+    prefill, decode = await cluster.pair()
+    await prefill.beat(boottime_ns(), pool=workers.PoolStats(total_blocks=9, free_blocks=1))
+    with ControlPlaneView(cluster.server.addresses.api) as view:
+        asked = asyncio.create_task(asyncio.to_thread(free_blocks, view))
+        await eventually(lambda: worker(cluster, "p"), lambda got: got.pool.total_blocks)
+        later = boottime_ns() + 60 * 10**9
+        await prefill.beat(later, pool=workers.PoolStats(total_blocks=9, free_blocks=8))
+        await eventually(lambda: worker(cluster, "p"), lambda got: got.pool_clock == later)
+        assert not asked.done()
+        await decode.beat(later, pool=workers.PoolStats(total_blocks=9, free_blocks=7))
+        assert await asked == {"p": 8, "d": 7}

@@ -27,7 +27,7 @@ from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__
 from kvshuttle.v1 import types_pb2 as kvshuttle_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvshuttle/v1/cluster_service.proto\x12\x0ckvshuttle.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18kvshuttle/v1/types.proto\"/\n\x10\x46ingerprintField\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"\xbf\x01\n\tPoolStats\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x03 \x01(\r\x12\r\n\x05holds\x18\x04 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x05 \x01(\r\x12\x18\n\x10running_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x13\n\x0bopen_leases\x18\x08 \x01(\r\"\xdd\x02\n\x0eWorkerCounters\x12\x1b\n\x13transfers_completed\x18\x01 \x01(\x04\x12\x15\n\rforward_bytes\x18\x02 \x01(\x04\x12\x14\n\x0creturn_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x66orward_tokens\x18\x04 \x01(\x04\x12\x17\n\x0freturned_tokens\x18\x05 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\x04\x12\x18\n\x10local_hit_tokens\x18\x07 \x01(\x04\x12>\n\tfallbacks\x18\x08 \x03(\x0b\x32+.kvshuttle.v1.WorkerCounters.FallbacksEntry\x12\x14\n\x0c\x65\x61ger_tokens\x18\t \x01(\x04\x12\x15\n\rpushed_tokens\x18\n \x01(\x04\x1a\x30\n\x0e\x46\x61llbacksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xcc\x04\n\x06Worker\x12$\n\x03ref\x18\x01 \x01(\x0b\x32\x17.kvshuttle.v1.WorkerRef\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.kvshuttle.v1.WorkerRole\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.kvshuttle.v1.WorkerState\x12\x0b\n\x03url\x18\x04 \x01(\t\x12\x33\n\x0b\x66ingerprint\x18\x05 \x03(\x0b\x32\x1e.kvshuttle.v1.FingerprintField\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x17\n\x0f\x62ytes_per_block\x18\x07 \x01(\x04\x12%\n\x04pool\x18\x08 \x01(\x0b\x32\x17.kvshuttle.v1.PoolStats\x12.\n\x08\x63ounters\x18\t \x01(\x0b\x32\x1c.kvshuttle.v1.WorkerCounters\x12\x31\n\rregister_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\x0eheartbeat_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12!\n\x19prefill_tokens_per_second\x18\x0c \x01(\x01\x12\x14\n\x0cvllm_version\x18\r \x01(\t\x12\x15\n\ragent_version\x18\x0e \x01(\t\x12\x14\n\x0cnixl_backend\x18\x0f \x01(\t\x12\x16\n\x0eprefix_caching\x18\x10 \x01(\x08\x12\x11\n\tnum_ranks\x18\x11 \x01(\r\x12\x0c\n\x04push\x18\x12 \x01(\x08\"%\n\x10GetWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"9\n\x11GetWorkerResponse\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.kvshuttle.v1.Worker\";\n\x12ListWorkersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"U\n\x13ListWorkersResponse\x12%\n\x07workers\x18\x01 \x03(\x0b\x32\x14.kvshuttle.v1.Worker\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"I\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\x12\x12\n\nrequest_id\x18\x03 \x01(\t\";\n\x13\x44rainWorkerResponse\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.kvshuttle.v1.Worker\"f\n\x12\x46\x65nceWorkerRequest\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.kvshuttle.v1.WorkerRef\x12\x13\n\x0b\x61ttestation\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\";\n\x13\x46\x65nceWorkerResponse\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.kvshuttle.v1.Worker\"\x12\n\x10GetStatusRequest\"\xf6\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nlineage_id\x18\x03 \x01(\t\x12)\n\x06uptime\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rready_workers\x18\x05 \x01(\r\x12\x17\n\x0f\x61\x63tive_sessions\x18\x06 \x01(\x04\x12\x15\n\rrunning_turns\x18\x07 \x01(\x04\x12\x13\n\x0bopen_leases\x18\x08 \x01(\x04\x12\r\n\x05store\x18\t \x01(\t\x12\x17\n\x0finsecure_agents\x18\n \x01(\x08*\x8e\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x15\n\x11WORKER_STATE_LOST\x10\x03\x12\x17\n\x13WORKER_STATE_FENCED\x10\x04\x32\xa8\x03\n\x0e\x43lusterService\x12L\n\tGetWorker\x12\x1e.kvshuttle.v1.GetWorkerRequest\x1a\x1f.kvshuttle.v1.GetWorkerResponse\x12R\n\x0bListWorkers\x12 .kvshuttle.v1.ListWorkersRequest\x1a!.kvshuttle.v1.ListWorkersResponse\x12R\n\x0b\x44rainWorker\x12 .kvshuttle.v1.DrainWorkerRequest\x1a!.kvshuttle.v1.DrainWorkerResponse\x12R\n\x0b\x46\x65nceWorker\x12 .kvshuttle.v1.FenceWorkerRequest\x1a!.kvshuttle.v1.FenceWorkerResponse\x12L\n\tGetStatus\x12\x1e.kvshuttle.v1.GetStatusRequest\x1a\x1f.kvshuttle.v1.GetStatusResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\"kvshuttle/v1/cluster_service.proto\x12\x0ckvshuttle.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x1fgoogle/protobuf/timestamp.proto\x1a\x18kvshuttle/v1/types.proto\"/\n\x10\x46ingerprintField\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\"\xbf\x01\n\tPoolStats\x12\x14\n\x0ctotal_blocks\x18\x01 \x01(\r\x12\x13\n\x0b\x66ree_blocks\x18\x02 \x01(\r\x12\x13\n\x0bheld_blocks\x18\x03 \x01(\r\x12\r\n\x05holds\x18\x04 \x01(\r\x12\x1a\n\x12quarantined_blocks\x18\x05 \x01(\r\x12\x18\n\x10running_requests\x18\x06 \x01(\r\x12\x18\n\x10waiting_requests\x18\x07 \x01(\r\x12\x13\n\x0bopen_leases\x18\x08 \x01(\r\"\xdd\x02\n\x0eWorkerCounters\x12\x1b\n\x13transfers_completed\x18\x01 \x01(\x04\x12\x15\n\rforward_bytes\x18\x02 \x01(\x04\x12\x14\n\x0creturn_bytes\x18\x03 \x01(\x04\x12\x16\n\x0e\x66orward_tokens\x18\x04 \x01(\x04\x12\x17\n\x0freturned_tokens\x18\x05 \x01(\x04\x12\x17\n\x0f\x63omputed_tokens\x18\x06 \x01(\x04\x12\x18\n\x10local_hit_tokens\x18\x07 \x01(\x04\x12>\n\tfallbacks\x18\x08 \x03(\x0b\x32+.kvshuttle.v1.WorkerCounters.FallbacksEntry\x12\x14\n\x0c\x65\x61ger_tokens\x18\t \x01(\x04\x12\x15\n\rpushed_tokens\x18\n \x01(\x04\x1a\x30\n\x0e\x46\x61llbacksEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\xe0\x04\n\x06Worker\x12$\n\x03ref\x18\x01 \x01(\x0b\x32\x17.kvshuttle.v1.WorkerRef\x12&\n\x04role\x18\x02 \x01(\x0e\x32\x18.kvshuttle.v1.WorkerRole\x12(\n\x05state\x18\x03 \x01(\x0e\x32\x19.kvshuttle.v1.WorkerState\x12\x0b\n\x03url\x18\x04 \x01(\t\x12\x33\n\x0b\x66ingerprint\x18\x05 \x03(\x0b\x32\x1e.kvshuttle.v1.FingerprintField\x12\x12\n\nblock_size\x18\x06 \x01(\r\x12\x17\n\x0f\x62ytes_per_block\x18\x07 \x01(\x04\x12%\n\x04pool\x18\x08 \x01(\x0b\x32\x17.kvshuttle.v1.PoolStats\x12.\n\x08\x63ounters\x18\t \x01(\x0b\x32\x1c.kvshuttle.v1.WorkerCounters\x12\x31\n\rregister_time\x18\n \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x32\n\x0eheartbeat_time\x18\x0b \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12!\n\x19prefill_tokens_per_second\x18\x0c \x01(\x01\x12\x14\n\x0cvllm_version\x18\r \x01(\t\x12\x15\n\ragent_version\x18\x0e \x01(\t\x12\x14\n\x0cnixl_backend\x18\x0f \x01(\t\x12\x16\n\x0eprefix_caching\x18\x10 \x01(\x08\x12\x11\n\tnum_ranks\x18\x11 \x01(\r\x12\x0c\n\x04push\x18\x12 \x01(\x08\x12\x12\n\npool_clock\x18\x13 \x01(\x04\"%\n\x10GetWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\"9\n\x11GetWorkerResponse\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.kvshuttle.v1.Worker\";\n\x12ListWorkersRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"U\n\x13ListWorkersResponse\x12%\n\x07workers\x18\x01 \x03(\x0b\x32\x14.kvshuttle.v1.Worker\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"I\n\x12\x44rainWorkerRequest\x12\x11\n\tworker_id\x18\x01 \x01(\t\x12\x0c\n\x04undo\x18\x02 \x01(\x08\x12\x12\n\nrequest_id\x18\x03 \x01(\t\";\n\x13\x44rainWorkerResponse\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.kvshuttle.v1.Worker\"f\n\x12\x46\x65nceWorkerRequest\x12\'\n\x06worker\x18\x01 \x01(\x0b\x32\x17.kvshuttle.v1.WorkerRef\x12\x13\n\x0b\x61ttestation\x18\x02 \x01(\t\x12\x12\n\nrequest_id\x18\x03 \x01(\t\";\n\x13\x46\x65nceWorkerResponse\x12$\n\x06worker\x18\x01 \x01(\x0b\x32\x14.kvshuttle.v1.Worker\"\x12\n\x10GetStatusRequest\"\xf6\x01\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\r\n\x05\x65poch\x18\x02 \x01(\x04\x12\x12\n\nlineage_id\x18\x03 \x01(\t\x12)\n\x06uptime\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rready_workers\x18\x05 \x01(\r\x12\x17\n\x0f\x61\x63tive_sessions\x18\x06 \x01(\x04\x12\x15\n\rrunning_turns\x18\x07 \x01(\x04\x12\x13\n\x0bopen_leases\x18\x08 \x01(\x04\x12\r\n\x05store\x18\t \x01(\t\x12\x17\n\x0finsecure_agents\x18\n \x01(\x08*\x8e\x01\n\x0bWorkerState\x12\x1c\n\x18WORKER_STATE_UNSPECIFIED\x10\x00\x12\x16\n\x12WORKER_STATE_READY\x10\x01\x12\x19\n\x15WORKER_STATE_DRAINING\x10\x02\x12\x15\n\x11WORKER_STATE_LOST\x10\x03\x12\x17\n\x13WORKER_STATE_FENCED\x10\x04\x32\xa8\x03\n\x0e\x43lusterService\x12L\n\tGetWorker\x12\x1e.kvshuttle.v1.GetWorkerRequest\x1a\x1f.kvshuttle.v1.GetWorkerResponse\x12R\n\x0bListWorkers\x12 .kvshuttle.v1.ListWorkersRequest\x1a!.kvshuttle.v1.ListWorkersResponse\x12R\n\x0b\x44rainWorker\x12 .kvshuttle.v1.DrainWorkerRequest\x1a!.kvshuttle.v1.DrainWorkerResponse\x12R\n\x0b\x46\x65nceWorker\x12 .kvshuttle.v1.FenceWorkerRequest\x1a!.kvshuttle.v1.FenceWorkerResponse\x12L\n\tGetStatus\x12\x1e.kvshuttle.v1.GetStatusRequest\x1a\x1f.kvshuttle.v1.GetStatusResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -36,8 +36,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_WORKERCOUNTERS_FALLBACKSENTRY']._loaded_options = None
   _globals['_WORKERCOUNTERS_FALLBACKSENTRY']._serialized_options = b'8\001'
-  _globals['_WORKERSTATE']._serialized_start=2146
-  _globals['_WORKERSTATE']._serialized_end=2288
+  _globals['_WORKERSTATE']._serialized_start=2166
+  _globals['_WORKERSTATE']._serialized_end=2308
   _globals['_FINGERPRINTFIELD']._serialized_start=143
   _globals['_FINGERPRINTFIELD']._serialized_end=190
   _globals['_POOLSTATS']._serialized_start=193
@@ -47,27 +47,27 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_WORKERCOUNTERS_FALLBACKSENTRY']._serialized_start=688
   _globals['_WORKERCOUNTERS_FALLBACKSENTRY']._serialized_end=736
   _globals['_WORKER']._serialized_start=739
-  _globals['_WORKER']._serialized_end=1327
-  _globals['_GETWORKERREQUEST']._serialized_start=1329
-  _globals['_GETWORKERREQUEST']._serialized_end=1366
-  _globals['_GETWORKERRESPONSE']._serialized_start=1368
-  _globals['_GETWORKERRESPONSE']._serialized_end=1425
-  _globals['_LISTWORKERSREQUEST']._serialized_start=1427
-  _globals['_LISTWORKERSREQUEST']._serialized_end=1486
-  _globals['_LISTWORKERSRESPONSE']._serialized_start=1488
-  _globals['_LISTWORKERSRESPONSE']._serialized_end=1573
-  _globals['_DRAINWORKERREQUEST']._serialized_start=1575
-  _globals['_DRAINWORKERREQUEST']._serialized_end=1648
-  _globals['_DRAINWORKERRESPONSE']._serialized_start=1650
-  _globals['_DRAINWORKERRESPONSE']._serialized_end=1709
-  _globals['_FENCEWORKERREQUEST']._serialized_start=1711
-  _globals['_FENCEWORKERREQUEST']._serialized_end=1813
-  _globals['_FENCEWORKERRESPONSE']._serialized_start=1815
-  _globals['_FENCEWORKERRESPONSE']._serialized_end=1874
-  _globals['_GETSTATUSREQUEST']._serialized_start=1876
-  _globals['_GETSTATUSREQUEST']._serialized_end=1894
-  _globals['_GETSTATUSRESPONSE']._serialized_start=1897
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2143
-  _globals['_CLUSTERSERVICE']._serialized_start=2291
-  _globals['_CLUSTERSERVICE']._serialized_end=2715
+  _globals['_WORKER']._serialized_end=1347
+  _globals['_GETWORKERREQUEST']._serialized_start=1349
+  _globals['_GETWORKERREQUEST']._serialized_end=1386
+  _globals['_GETWORKERRESPONSE']._serialized_start=1388
+  _globals['_GETWORKERRESPONSE']._serialized_end=1445
+  _globals['_LISTWORKERSREQUEST']._serialized_start=1447
+  _globals['_LISTWORKERSREQUEST']._serialized_end=1506
+  _globals['_LISTWORKERSRESPONSE']._serialized_start=1508
+  _globals['_LISTWORKERSRESPONSE']._serialized_end=1593
+  _globals['_DRAINWORKERREQUEST']._serialized_start=1595
+  _globals['_DRAINWORKERREQUEST']._serialized_end=1668
+  _globals['_DRAINWORKERRESPONSE']._serialized_start=1670
+  _globals['_DRAINWORKERRESPONSE']._serialized_end=1729
+  _globals['_FENCEWORKERREQUEST']._serialized_start=1731
+  _globals['_FENCEWORKERREQUEST']._serialized_end=1833
+  _globals['_FENCEWORKERRESPONSE']._serialized_start=1835
+  _globals['_FENCEWORKERRESPONSE']._serialized_end=1894
+  _globals['_GETSTATUSREQUEST']._serialized_start=1896
+  _globals['_GETSTATUSREQUEST']._serialized_end=1914
+  _globals['_GETSTATUSRESPONSE']._serialized_start=1917
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2163
+  _globals['_CLUSTERSERVICE']._serialized_start=2311
+  _globals['_CLUSTERSERVICE']._serialized_end=2735
 # @@protoc_insertion_point(module_scope)

@@ -240,6 +240,7 @@ class Worker(_message.Message):
     PREFIX_CACHING_FIELD_NUMBER: _builtins.int
     NUM_RANKS_FIELD_NUMBER: _builtins.int
     PUSH_FIELD_NUMBER: _builtins.int
+    POOL_CLOCK_FIELD_NUMBER: _builtins.int
     role: _types_pb2.WorkerRole.ValueType
     """What it is used for."""
     state: Global___WorkerState.ValueType
@@ -266,6 +267,10 @@ class Worker(_message.Message):
     """Tensor-parallel ranks; 0 as for `nixl_backend`."""
     push: _builtins.bool
     """Whether its agent can push and be pushed to."""
+    pool_clock: _builtins.int
+    """The worker's own clock, as in its heartbeats, just before it took `pool` and `counters`; 0
+    before its first heartbeat. `heartbeat_time` does not tell their age: any message renews that.
+    """
     @_builtins.property
     def ref(self) -> _types_pb2.WorkerRef:
         """The operator's name and the boot."""
@@ -311,10 +316,11 @@ class Worker(_message.Message):
         prefix_caching: _builtins.bool = ...,
         num_ranks: _builtins.int = ...,
         push: _builtins.bool = ...,
+        pool_clock: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["counters", b"counters", "heartbeat_time", b"heartbeat_time", "pool", b"pool", "ref", b"ref", "register_time", b"register_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "counters", b"counters", "fingerprint", b"fingerprint", "heartbeat_time", b"heartbeat_time", "nixl_backend", b"nixl_backend", "num_ranks", b"num_ranks", "pool", b"pool", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefix_caching", b"prefix_caching", "push", b"push", "ref", b"ref", "register_time", b"register_time", "role", b"role", "state", b"state", "url", b"url", "vllm_version", b"vllm_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_version", b"agent_version", "block_size", b"block_size", "bytes_per_block", b"bytes_per_block", "counters", b"counters", "fingerprint", b"fingerprint", "heartbeat_time", b"heartbeat_time", "nixl_backend", b"nixl_backend", "num_ranks", b"num_ranks", "pool", b"pool", "pool_clock", b"pool_clock", "prefill_tokens_per_second", b"prefill_tokens_per_second", "prefix_caching", b"prefix_caching", "push", b"push", "ref", b"ref", "register_time", b"register_time", "role", b"role", "state", b"state", "url", b"url", "vllm_version", b"vllm_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

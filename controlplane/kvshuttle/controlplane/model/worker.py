@@ -21,6 +21,7 @@ class Worker(Struct, frozen=True):
     """READY ⇄ DRAINING, either → LOST → either (the same boot reconnects), all → FENCED.
 
     `clock` is the worker's own reading in the newest heartbeat, the `as_of` of grants to it.
+    `pool_clock` is the same for `pool` and `counters`: a hello renews the clock, but not them.
     `ranks` is what peers need to reach its memory; None until this boot has said hello to this
     process of the control plane.
     """
@@ -42,6 +43,7 @@ class Worker(Struct, frozen=True):
     num_ranks: int = 0
     ranks: object = None
     clock: int = 0
+    pool_clock: int = 0
     pool: PoolStats = field(default_factory=PoolStats)
     counters: Counters = field(default_factory=Counters)
     vllm_version: str = ""
@@ -114,6 +116,7 @@ class Worker(Struct, frozen=True):
             self,
             heard_ns=now_ns,
             clock=max(self.clock, heartbeat.clock),
+            pool_clock=heartbeat.clock,
             pool=heartbeat.pool,
             counters=heartbeat.counters,
         )

@@ -253,4 +253,5 @@ def worker_out(worker: Worker, prefill_rate: float) -> cluster.Worker:
         prefix_caching=worker.prefix_caching,
         num_ranks=worker.num_ranks,
         push=worker.push,
+        pool_clock=worker.pool_clock,
     )
