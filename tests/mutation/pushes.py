@@ -128,8 +128,16 @@ PUSHES = (
         "push_hits_of_the_same_step",
         "hits of a first step are final with its layers only",
         AGENT + "push_source.py",
-        "        if not live.steps:\n",
-        "        if False:\n",
+        "        before = push.filled(live.final, self._block_size)\n",
+        "        before = push.filled(item.computed, self._block_size)\n",
+        (SIDES,),
+    ),
+    Mutant(
+        "push_of_a_step_that_runs",
+        "what a step computes is final when it is over, not when the next is scheduled",
+        AGENT + "push_source.py",
+        "        while self.running and self.running[0][0] <= over:\n",
+        "        while self.running:\n",
         (SIDES,),
     ),
     Mutant(

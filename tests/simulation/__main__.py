@@ -59,6 +59,8 @@ def main() -> int:
                 "reads": tally.numbers["reads"],
                 "partial_loads": tally.numbers["partial_loads"],
                 "of_other_sessions": tally.numbers["shared_grants"],
+                "deferred_frees": tally.numbers["deferred_frees"],
+                "waits_for_step": tally.numbers["waits_for_step"],
                 "steps": tally.numbers["steps"],
                 "virtual_hours": round(tally.numbers["virtual_s"] / 3_600, 1),
                 "seconds": round(time.monotonic() - began, 1),

@@ -120,7 +120,15 @@ class Cluster:
             kernel.log(boot.name, how, request=request_id)
             kernel.at(between(kernel.rng, 0.2, 10), None, done, how)
 
-        request = EngineRequest(request_id, key, hashes, prompt_tokens, output_tokens, over)
+        request = EngineRequest(
+            request_id,
+            key,
+            hashes,
+            prompt_tokens,
+            output_tokens,
+            over,
+            known_end=output_tokens == 1 or kernel.rng.random() < 0.5,
+        )
         self.open_requests[request_id] = (request, boot)
         kernel.log(boot.name, "request", id=request_id, leg=key, tokens=prompt_tokens)
         kernel.at(between(kernel.rng, 0.2, 10), boot.engine_thread, boot.engine.add, request)

@@ -5,12 +5,16 @@ the connector is asked, then blocks are allocated; blocks are cached when the st
 is scheduled, and filled when it ends; a request that waits for a load counts the load's tokens as
 computed; an abort in that state keeps the blocks until the worker reports; a failed load frees them
 and the request starts again. The connector's part follows `kvshuttle.dataplane.connector`.
+
+With `overlap` the next step is scheduled while one runs (`v1/core/sched/async_scheduler.py`, vLLM's
+default wherever the executor can): computed tokens count what is in flight, a request that ends by
+itself has one step too many in flight, and the blocks of who ends then come back when that is over.
 """
 
 from __future__ import annotations
 
 import enum
-import hashlib
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -20,6 +24,7 @@ from kvshuttle.dataplane.push_source import Scheduled
 from kvshuttle.dataplane.scheduler import FinishedRequest, SchedulerAgent
 from kvshuttle.dataplane.turns import LegKey
 from tests.simulation.kernel import SECOND, Violation, between
+from tests.simulation.pool import partial_hash
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -47,7 +52,9 @@ class Status(enum.Enum):
 @dataclass(eq=False)
 class EngineRequest:
     """`hashes` are those of its prompt's blocks, then of what it will generate; the last block may
-    never get full."""
+    never get full. `known_end`: the scheduler knows its number of tokens; else it ends by itself.
+    `computed` counts what is `in_flight`, in steps that are not over; `placeholders`: tokens that
+    those will have generated. `last_step`: the newest step of it that computes."""
 
     request_id: str
     key: LegKey | None
@@ -55,9 +62,13 @@ class EngineRequest:
     prompt_tokens: int
     output_tokens: int
     done: Callable[[EngineRequest, str], None]
+    known_end: bool = True
     status: Status = Status.WAITING
     generated: int = 0
     computed: int = 0
+    in_flight: int = 0
+    placeholders: int = 0
+    last_step: int = 0
     block_ids: list[int] = field(default_factory=list)
     aborted: bool = False
     arrived_ns: int = 0
@@ -74,11 +85,6 @@ class EngineRequest:
         """Of a block's first tokens: equal where the whole block will be."""
         known = 0 < full < len(self.hashes) and full * BLOCK_TOKENS + tokens <= self.num_tokens
         return partial_hash(self.hashes[full], tokens) if known else None
-
-
-def partial_hash(block_hash: bytes, tokens: int) -> bytes:
-    """Names, and is the content of, a block of which so many tokens are written."""
-    return hashlib.blake2b(block_hash + tokens.to_bytes(2, "big"), digest_size=8).digest()
 
 
 @dataclass(frozen=True)
@@ -100,6 +106,29 @@ class _View:
         return self.request.preemptions
 
 
+@dataclass(frozen=True)
+class _Part:
+    """A request's tokens in a step, `first` to before `end`, and the blocks they are written to,
+    whatever becomes of the request in the meantime. `generates`: a token comes out of it."""
+
+    request: EngineRequest
+    first: int
+    end: int
+    block_ids: tuple[int, ...]
+    generations: tuple[int, ...]
+    generates: bool
+
+
+@dataclass(eq=False)
+class _Step:
+    """What was scheduled at once. `over` is called when it is."""
+
+    number: int
+    parts: list[_Part] = field(default_factory=list)
+    ends_ns: int = 0
+    over: Callable[[], None] = lambda: None
+
+
 @dataclass(eq=False)
 class Engine:
     """One engine: a loop of steps while it has requests, asleep without."""
@@ -116,6 +145,8 @@ class Engine:
     step_ms: float = 15.0
     # Most prompt tokens of a step; 0: a whole prompt.
     chunk_tokens: int = 0
+    # Whether a step is scheduled while the one before runs.
+    overlap: bool = False
     requests: dict[str, EngineRequest] = field(default_factory=dict)
     waiting: list[EngineRequest] = field(default_factory=list)
     running: list[EngineRequest] = field(default_factory=list)
@@ -127,14 +158,22 @@ class Engine:
     _ranks_failed: set[str] = field(default_factory=set)
     _stepping: bool = False
     _inputs: list[Callable[[], None]] = field(default_factory=list)
-    _step_over: Callable[[], None] = lambda: None
-    _pending: list[tuple[EngineRequest, int]] = field(default_factory=list)
+    # Steps that are not over, the oldest first; the last one is being scheduled.
+    _steps: deque[_Step] = field(default_factory=deque)
+    _begun: int = 0
+    _over: int = 0
+    # Blocks that a step which is not over may still write, and the number of the last such step.
+    _deferred: deque[tuple[int, list[int]]] = field(default_factory=deque)
     # Set by a fault: the scheduler thinks that it is out of blocks.
     preempt_next: bool = False
 
     def counts(self) -> tuple[int, int]:
         """(running, waiting)."""
         return len(self.running), len(self.waiting)
+
+    def steps(self) -> tuple[int, int]:
+        """(begun, over)."""
+        return self._begun, self._over
 
     # From outside, on the engine's thread.
 
@@ -184,38 +223,49 @@ class Engine:
     def _begin_step(self) -> None:
         while self._inputs:
             self._inputs.pop(0)()
-        if not self.requests:
+        if self.requests:
+            self._execute(self._schedule())
+            if self.overlap and len(self._steps) == 1:
+                # What comes in meanwhile is looked at before the next is scheduled.
+                self.kernel.at(between(self.kernel.rng, 0, 0.5), self.thread, self._begin_step)
+                return
+        elif not self._steps:
             self._stepping = False
             self._tend(0)
             return
-        self._schedule()
+        wait_ns = max(0, self._steps[0].ends_ns - self.kernel.now)
+        self.kernel.at(wait_ns, self.thread, self._end_step)
+
+    def _execute(self, step: _Step) -> None:
         self._tend(len(self.running))
         push = self.agent.push
         chunks = push.step(
             [
-                Scheduled(r.request_id, r.computed, tokens - r.computed, list(r.block_ids))
-                for r, tokens in self._pending
-                if push.wants(r.request_id)
+                Scheduled(p.request.request_id, p.first, p.end - p.first, list(p.block_ids))
+                for p in step.parts
+                if push.wants(p.request.request_id)
             ]
         )
         self.after_hook()
-        self._step_over = self.push_step(chunks) if chunks else lambda: None
+        if chunks:
+            step.over = self.push_step(chunks)
         busy = bool(self.running)
         took = (
             between(self.kernel.rng, 2, self.step_ms) if busy else between(self.kernel.rng, 2, 60)
         )
-        self.kernel.at(took, self.thread, self._end_step)
+        before = self._steps[-2].ends_ns if len(self._steps) > 1 else 0
+        step.ends_ns = max(self.kernel.now, before) + took
 
-    def _schedule(self) -> None:
-        self._pending.clear()
-        if self.preempt_next and self.running:
+    def _schedule(self) -> _Step:
+        self._begun += 1
+        step = _Step(self._begun)
+        self._steps.append(step)
+        if self.preempt_next and self.running and self._can_free(self.running[-1]):
             self.preempt_next = False
             self._preempt(self.running[-1])
         for request in list(self.running):
-            if request.status is Status.RUNNING and request.computed >= request.num_tokens - 1:
-                self._schedule_decode(request)
-            elif request.status is Status.RUNNING:
-                self._schedule_prefill(request)
+            if not self._schedule_running(request):
+                break
         for request in list(self.waiting):
             if request.request_id in self.finished_recving:
                 self._load_over(request)
@@ -226,32 +276,68 @@ class Engine:
                 continue
             if not self._admit(request):
                 break
+        for part in step.parts:
+            request = part.request
+            request.computed = part.end
+            request.in_flight += part.end - part.first
+            request.placeholders += part.generates
+            request.last_step = step.number
+        return step
 
-    def _schedule_decode(self, request: EngineRequest) -> None:
-        """One token more, for which it may need a block."""
+    def _schedule_running(self, request: EngineRequest) -> bool:
+        """What is left of its prompt, or a chunk, or one token more, for which it may need a block;
+        False: there is none, and nobody behind it is looked at."""
         if request.status is not Status.RUNNING:
-            return
-        needed = -(-request.num_tokens // BLOCK_TOKENS)
-        while len(request.block_ids) < needed:
+            return True
+        longest = request.prompt_tokens + (request.output_tokens if request.known_end else 10_000)
+        if request.placeholders and request.computed + 2 - request.placeholders >= longest:
+            return True  # the step that runs is its last
+        end = self._end_of(request)
+        if end == request.computed:
+            return True
+        while len(request.block_ids) < -(-end // BLOCK_TOKENS):
             if self.pool.free_blocks:
                 request.block_ids += self.pool.allocate(1)
                 continue
             victim = self.running[-1]
+            if not self._can_free(victim):
+                return False
             self._preempt(victim)
             if victim is request:
-                return
-        self._pending.append((request, request.num_tokens))
+                return False
+        self._schedule_tokens(request, end)
+        return True
+
+    def _end_of(self, request: EngineRequest) -> int:
+        end = request.num_tokens + request.placeholders
+        if self.chunk_tokens:
+            end = min(end, request.computed + self.chunk_tokens)
+        return end
 
     def _preempt(self, request: EngineRequest) -> None:
         self.kernel.fault("preempt", self.name, request=request.request_id)
         self.running.remove(request)
-        self._pending = [(r, n) for r, n in self._pending if r is not request]
+        step = self._steps[-1]
+        step.parts = [part for part in step.parts if part.request is not request]
         self.pool.free(request.block_ids)
         request.block_ids = []
-        request.computed = 0
+        request.computed = request.in_flight = request.placeholders = 0
         request.status = Status.WAITING
         request.preemptions += 1
         self.waiting.insert(0, request)
+
+    # A step that is not over may still write its blocks, and no load is ordered after that.
+
+    def _can_free(self, request: EngineRequest) -> bool:
+        return request.last_step <= self._over
+
+    def _free_blocks(self, request: EngineRequest) -> None:
+        if self._can_free(request):
+            self.pool.free(request.block_ids)
+        else:
+            self.kernel.reached("deferred_free")
+            self._deferred.append((self._steps[-1].number, request.block_ids))
+        request.block_ids = []
 
     def _load_over(self, request: EngineRequest) -> None:
         request_id = request.request_id
@@ -324,16 +410,15 @@ class Engine:
         self.waiting.remove(request)
         request.status = Status.RUNNING
         self.running.append(request)
-        self._schedule_prefill(request)
+        self._schedule_tokens(request, self._end_of(request))
         return True
 
-    def _schedule_prefill(self, request: EngineRequest) -> None:
-        """What is left of it, or a chunk; cached now, filled when the step ends."""
-        tokens = request.num_tokens
-        if self.chunk_tokens:
-            tokens = min(tokens, request.computed + self.chunk_tokens)
+    def _schedule_tokens(self, request: EngineRequest, end: int) -> None:
+        """Cached now as far as its tokens are known, filled when the step ends."""
         first = request.computed // BLOCK_TOKENS
-        for index, block_id in enumerate(request.block_ids[:first]):
+        # What its own steps in flight write is there for the next one.
+        there = (request.computed - request.in_flight) // BLOCK_TOKENS
+        for index, block_id in enumerate(request.block_ids[:there]):
             block = self.pool.blocks[block_id]
             if not block.holds(request.hashes[index]) and not block.pending:
                 raise Violation(
@@ -341,9 +426,20 @@ class Engine:
                     f"{self.name}: {request.request_id} goes on from block {block_id} "
                     f"(index {index}), which does not hold {request.hashes[index].hex()}",
                 )
-        self._check_partial(request, first)
-        self._pending.append((request, tokens))
-        for index in range(first, tokens // BLOCK_TOKENS):
+        if not request.in_flight:
+            self._check_partial(request, first)
+        block_ids = tuple(request.block_ids)
+        self._steps[-1].parts.append(
+            _Part(
+                request,
+                request.computed,
+                end,
+                block_ids,
+                tuple(self.pool.blocks[block_id].generation for block_id in block_ids),
+                end == request.num_tokens + request.placeholders,
+            )
+        )
+        for index in range(first, min(end, request.num_tokens) // BLOCK_TOKENS):
             self.pool.insert_pending(request.hashes[index], request.block_ids[index])
 
     def _check_partial(self, request: EngineRequest, index: int) -> None:
@@ -362,29 +458,52 @@ class Engine:
             )
 
     def _end_step(self) -> None:
-        for request, tokens in self._pending:
-            self._write(request, tokens)
-            request.computed = tokens
-            if tokens < request.num_tokens:
-                continue
-            request.generated += 1
-            if request.generated >= request.output_tokens:
-                self.running.remove(request)
-                self._free_request(request, keep_blocks=False)
-        self._pending.clear()
-        self._step_over()
+        step = self._steps.popleft()
+        self._over = step.number
+        while self._deferred and self._deferred[0][0] <= self._over:
+            self.pool.free(self._deferred.popleft()[1])
+        for part in step.parts:
+            self._write(part)
+        for part in step.parts:
+            self._update(part)
+        step.over()
         self._take_results()
         self._begin_step()
 
-    def _write(self, request: EngineRequest, tokens: int) -> None:
-        for index in range(request.computed // BLOCK_TOKENS, tokens // BLOCK_TOKENS):
-            block_id, block_hash = request.block_ids[index], request.hashes[index]
-            self.pool.write(block_id, block_hash)
-            if self.pool.caching and self.pool.blocks[block_id].block_hash is None:
-                self.pool.insert(block_hash, block_id, 0)
-        last, rest = divmod(tokens, BLOCK_TOKENS)
-        if rest and last < len(request.hashes):
-            self.pool.write(request.block_ids[last], partial_hash(request.hashes[last], rest))
+    def _update(self, part: _Part) -> None:
+        """What has come of a request's tokens."""
+        request = part.request
+        request.in_flight -= part.end - part.first
+        if request.status is Status.DONE or not part.generates:
+            return
+        request.generated += 1
+        request.placeholders -= 1
+        if self.pool.caching:
+            known = min(request.computed - request.placeholders, request.num_tokens)
+            for index in range(known // BLOCK_TOKENS):
+                block = self.pool.blocks[request.block_ids[index]]
+                if block.block_hash is None and index < len(request.hashes):
+                    self.pool.insert(request.hashes[index], block.block_id, 0)
+        if request.generated >= request.output_tokens:
+            self.running.remove(request)
+            self._free_request(request, keep_blocks=False)
+
+    def _write(self, part: _Part) -> None:
+        hashes = part.request.hashes
+
+        first, (last, rest) = part.first // BLOCK_TOKENS, divmod(part.end, BLOCK_TOKENS)
+        for index in range(first, min(last + bool(rest), len(hashes))):
+            block_id = part.block_ids[index]
+            if self.pool.blocks[block_id].generation != part.generations[index]:
+                raise Violation(
+                    "reuse",
+                    f"{self.name}: a step of {part.request.request_id} writes block {block_id}, "
+                    "which has been handed out meanwhile",
+                )
+            if index < last:
+                self.pool.write(block_id, hashes[index])
+            else:
+                self.pool.write_partial(block_id, hashes[index], rest)
 
     # The connector.
 
@@ -466,11 +585,10 @@ class Engine:
         was_loading = request.status is Status.LOADING
         request.status = Status.DONE
         if request.key is not None:
-            full = min(
-                request.computed // BLOCK_TOKENS, len(request.hashes), len(request.block_ids)
-            )
+            computed = request.computed - request.in_flight
+            full = min(computed // BLOCK_TOKENS, len(request.hashes), len(request.block_ids))
             tail = tail_hash = None
-            tokens = request.computed - full * BLOCK_TOKENS
+            tokens = computed - full * BLOCK_TOKENS
             if 0 < tokens < BLOCK_TOKENS and full < len(request.block_ids):
                 tail_hash = request.tail_hash(full, tokens)
             if tail_hash is not None:
@@ -491,6 +609,5 @@ class Engine:
             raise Violation("engine", f"{self.name}: {request.request_id} loads without a turn")
         request.done(request, "aborted" if request.aborted else "finished")
         if not keep_blocks:
-            self.pool.free(request.block_ids)
-            request.block_ids = []
+            self._free_blocks(request)
             del self.requests[request.request_id]

@@ -7,8 +7,8 @@
 
 What is not held up happens at once; holding up a channel, an engine or a mover until some later
 action is a fault like any other, so all delays are explored as far as the number of faults goes.
-In the world of a push (`pushscope.py`, `pushactions.py`) each state is also brought to its end:
-when nothing goes wrong any more, and the dead are fenced, nothing may be held.
+In the worlds of a push (`pushscope.py`, `overlapscope.py`, `pushactions.py`) each state is also
+brought to its end: when nothing goes wrong any more, and the dead are fenced, nothing may be held.
 A state is reached again by doing its actions again from the beginning: the objects are the real
 ones, and cannot be copied. It ends with one JSON line; exit status 1: an invariant was violated.
 """
@@ -27,6 +27,7 @@ from kvshuttle.controlplane.model.terms import LeaseState, TurnOutcome, WorkerRe
 from kvshuttle.dataplane.scheduler import FinishedRequest, Tick
 from tests.simulation import pushactions
 from tests.simulation.kernel import MS, SECOND, Kernel, Violation
+from tests.simulation.overlapscope import OverlapWorld
 from tests.simulation.pushscope import PushWorld
 from tests.simulation.schedule import logged_errors, prepare, transitions
 from tests.simulation.smallscope import (
@@ -42,8 +43,13 @@ from tests.simulation.smallscope import (
 
 __all__ = ["Exploration", "actions", "do", "explore"]
 
-WORLDS = {"turn": "A lease of a turn", "eager": "An eager lease", "push": "A push"}
-STEPS = {"turn": 25_000, "eager": 25_000, "push": 12_000}
+WORLDS = {
+    "turn": "A lease of a turn",
+    "eager": "An eager lease",
+    "push": "A push",
+    "overlap": "A push by an engine that schedules ahead",
+}
+STEPS = {"turn": 25_000, "eager": 25_000, "push": 12_000, "overlap": 12_000}
 """What takes a minute, more or less: 2 ms each, and 5 ms in the world of a push, where each new
 state is brought to its end too."""
 
@@ -396,7 +402,7 @@ def _walk(path: tuple[str, ...], faults: int, name: str, seen: set[bytes]) -> _P
     logged_errors.clear()
     kernel = Kernel(0)
     with kernel.virtual_time():
-        found = _walk_push(kernel, path, faults, seen) if name == "push" else None
+        found = _walk_push(kernel, path, faults, name, seen) if name in _PUSHES else None
         if found is None:
             world = SmallWorld(kernel, eager=name == "eager")
             for action in path:
@@ -411,8 +417,13 @@ def _walk(path: tuple[str, ...], faults: int, name: str, seen: set[bytes]) -> _P
         return found
 
 
-def _walk_push(kernel: Kernel, path: tuple[str, ...], faults: int, seen: set[bytes]) -> _Place:
-    world = PushWorld(kernel)
+_PUSHES = {"push": PushWorld, "overlap": OverlapWorld}
+
+
+def _walk_push(
+    kernel: Kernel, path: tuple[str, ...], faults: int, name: str, seen: set[bytes]
+) -> _Place:
+    world = _PUSHES[name](kernel)
     for action in path:
         pushactions.do(world, action)
     spent = sum(times for name, times in world.used.items() if name in pushactions.FAULTS)

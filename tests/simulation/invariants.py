@@ -157,7 +157,7 @@ class Checker:
                     )
             if blocks.HasField("tail"):
                 tail = blocks.tail
-                if not boot.pool.blocks[tail.block_id].holds(tail.hash):
+                if not boot.pool.blocks[tail.block_id].begins_with(tail.hash, tail.num_tokens):
                     raise Violation(
                         "offer",
                         f"{boot.name} hardens block {tail.block_id} for {event.hardened.lease_id} "

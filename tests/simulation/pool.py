@@ -8,19 +8,34 @@ bytes are, or garbage; a hand-out makes it garbage at once, which is the worst t
 
 from __future__ import annotations
 
+import hashlib
 import random
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
 from tests.simulation.kernel import Violation
 
-__all__ = ["Block", "BlockPool"]
+__all__ = ["Block", "BlockPool", "partial_hash"]
+
+
+def partial_hash(block_hash: bytes, tokens: int) -> bytes:
+    """Names, and is the content of, a block of which so many tokens are written."""
+    return hashlib.blake2b(block_hash + tokens.to_bytes(2, "big"), digest_size=8).digest()
 
 
 class Block:
     """One block of the pool."""
 
-    __slots__ = ("block_hash", "block_id", "content", "generation", "pending", "refs", "watcher")
+    __slots__ = (
+        "block_hash",
+        "block_id",
+        "content",
+        "generation",
+        "partial",
+        "pending",
+        "refs",
+        "watcher",
+    )
 
     def __init__(self, block_id: int, ranks: int) -> None:
         self.block_id = block_id
@@ -28,13 +43,26 @@ class Block:
         self.block_hash: bytes | None = None
         self.content: list[bytes] = [b""] * ranks
         self.generation = 0
-        # The step that runs now writes it: cached already, as in vLLM, but not yet filled.
+        # A step that is not over writes it: cached already, as in vLLM, but not yet filled.
         self.pending = False
+        # Of which whole block the engine has computed so many tokens, if not all.
+        self.partial: tuple[bytes, int] | None = None
         self.watcher: Callable[[int], None] | None = None
 
     def holds(self, block_hash: bytes) -> bool:
         """Whether its bytes are the KV of this hash, on every rank."""
         return all(content == block_hash for content in self.content)
+
+    def begins_with(self, tail_hash: bytes, tokens: int) -> bool:
+        """Whether its bytes are the KV of these tokens, and perhaps of what follows them."""
+        if self.partial is None:
+            whole = self.content[0]
+            more = self.holds(whole) and partial_hash(whole, tokens) == tail_hash
+        else:
+            whole, has = self.partial
+            more = has >= tokens and self.holds(partial_hash(whole, has))
+            more = more and partial_hash(whole, tokens) == tail_hash
+        return more or self.holds(tail_hash)
 
 
 class BlockPool:
@@ -152,7 +180,16 @@ class BlockPool:
         block = self.blocks[block_id]
         self.on_compute(block)
         block.pending = False
+        block.partial = None
         block.content = [content] * len(block.content)
+
+    def write_partial(self, block_id: int, whole: bytes, tokens: int) -> None:
+        """The engine computes a block's KV up to so many tokens; what a later step fills stays
+        pending."""
+        block = self.blocks[block_id]
+        pending = block.pending
+        self.write(block_id, partial_hash(whole, tokens))
+        block.pending, block.partial = pending, (whole, tokens)
 
     # Inside.
 
@@ -184,5 +221,6 @@ class BlockPool:
         block.refs = 1
         block.generation += 1
         block.pending = False
+        block.partial = None
         block.content = [b"\xff%d" % self._handouts] * len(block.content)
         return block_id

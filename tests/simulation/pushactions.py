@@ -47,7 +47,7 @@ FAULTS: dict[str, Callable[[PushWorld], bool]] = {
     "revoke": lambda w: bool(w.registry.state.open_leases),
     "renew": lambda w: bool(w.registry.state.open_leases),
     "end turn": lambda w: w.token in w.registry.state.turns,
-    "abort s": lambda w: _runs("s")(w) and w.prompt.state in ("none", "between"),
+    "abort s": lambda w: _runs("s")(w) and w.may_abort,
     "abort d": lambda w: _runs("d")(w) and w.answer.state == "loading",
     "preempt s": lambda w: _runs("s")(w) and w.prompt.state == "between",
 }
@@ -74,10 +74,10 @@ def actions(world: PushWorld, faults_left: int) -> list[str]:
             found.append(f"lost {name}")
         if f"{name}'" not in world.nodes and world.nodes[name].conversation is None:
             found.append(f"replace {name}")
-    if _runs("s")(world) and world.prompt.state in ("none", "between"):
-        found.append("step")
-    elif _runs("s")(world) and world.prompt.state == "steps":
-        found.append("over")
+    if _runs("s")(world):
+        found += [
+            name for name, may in (("step", world.may_step), ("over", world.may_end_step)) if may
+        ]
     if _runs("d")(world) and world.answer.state in ("none", "waiting"):
         found.append("request")
     elif _runs("d")(world) and world.answer.state in ("loaded", "failed", "computes"):
@@ -386,10 +386,10 @@ def _move_on(world: PushWorld) -> None:
             world.fabric.finish(reads[0])
         elif writes:
             world.fabric.move_write(writes[0], len(writes[0].local) - writes[0].copied)
-        elif _runs("s")(world) and world.prompt.state in ("none", "between"):
-            world.step()
-        elif _runs("s")(world) and world.prompt.state == "steps":
+        elif _runs("s")(world) and world.may_end_step:
             world.step_over()
+        elif _runs("s")(world) and world.may_step:
+            world.step()
         else:
             return
         _settle(world)

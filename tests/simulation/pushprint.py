@@ -135,7 +135,10 @@ def _of_push(world: PushWorld, node: Node) -> tuple[Any, ...]:
             for i, x in agent.push._pushes.items()
         ),
         tuple(agent.push._by_token),
-        tuple((i, x.steps) for i, x in agent.push._live.items()),
+        tuple(
+            (i, tuple((n > agent.source.steps()[1], end) for n, end in x.running), x.final)
+            for i, x in agent.push._live.items()
+        ),
         tuple(
             (*(i, x.order.version, x.peer, left(x.deadline_ns), x.told),)
             for i, x in transfers.zones._landings.items()
@@ -161,7 +164,10 @@ def _of_push(world: PushWorld, node: Node) -> tuple[Any, ...]:
             for key, x in agent._turns._legs.items()
         ),
         tuple(
-            (key, x.hold is not None, x.available, left(x.expires_ns))
+            (
+                *(key, x.hold is not None, x.available, left(x.expires_ns)),
+                max(0, x.filled_after - agent.source.steps()[1]),
+            )
             for key, x in agent.source._replicas.items()
         ),
         tuple((i, x.hold.kind.value, x.hold.ended) for i, x in agent.destination._loads.items()),

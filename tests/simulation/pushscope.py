@@ -107,24 +107,43 @@ class PushWorld(SmallWorld):
 
     # Prefill's engine.
 
+    @property
+    def may_step(self) -> bool:
+        """Whether its next step can begin."""
+        return self.prompt.state in ("none", "between")
+
+    @property
+    def may_end_step(self) -> bool:
+        """Whether a step can be over."""
+        return self.prompt.state == "steps"
+
+    @property
+    def may_abort(self) -> bool:
+        """Whether its client can go away."""
+        return self.prompt.state in ("none", "between")
+
+    def _blocks_of_prompt(self, node: Node) -> list[int]:
+        leg, key = self.prompt, (self.token, PREFILL)
+        if leg.blocks is None:
+            found = node.agent.look("p", key, HASHES, PROMPT, 0)
+            while found is None:
+                # A turn that it does not know may yet come; vLLM asks again.
+                self.kernel.now += UNKNOWN_TURN_WAIT_NS
+                found = node.agent.look("p", key, HASHES, PROMPT, 0)
+            if found:
+                raise Violation("engine", f"prefill is to load {found} tokens")
+            leg.blocks = node.pool.allocate(BLOCKS + 1)
+            node.agent.allocated("p", key, leg.blocks, 0, leg)
+        return leg.blocks
+
     def step(self) -> None:
         """Its next step begins; the first is over at once, of the second a layer is filled."""
         node, leg = self.nodes["s"], self.prompt
         with self.kernel.on(node.thread):
-            key = (self.token, PREFILL)
-            if leg.blocks is None:
-                found = node.agent.look("p", key, HASHES, PROMPT, 0)
-                while found is None:
-                    # A turn that it does not know may yet come; vLLM asks again.
-                    self.kernel.now += UNKNOWN_TURN_WAIT_NS
-                    found = node.agent.look("p", key, HASHES, PROMPT, 0)
-                if found:
-                    raise Violation("engine", f"prefill is to load {found} tokens")
-                leg.blocks = node.pool.allocate(BLOCKS + 1)
-                node.agent.allocated("p", key, leg.blocks, 0, leg)
+            blocks = self._blocks_of_prompt(node)
             node.agent.drain()
             tokens = PROMPT if leg.computed else BLOCK_TOKENS
-            item = Scheduled("p", leg.computed, tokens - leg.computed, list(leg.blocks))
+            item = Scheduled("p", leg.computed, tokens - leg.computed, list(blocks))
             chunks = node.agent.push.step([item])
             node.agent.next_deadline()
         self.running = PushStep(chunks, LAYERS)

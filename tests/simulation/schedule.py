@@ -122,6 +122,12 @@ def draw(kernel: Kernel) -> Shape:
         chunk = rng.choice([40, 64, 100])
         for spec in specs:
             spec.chunk_tokens = chunk
+    if rng.random() < 0.5:
+        for spec in specs:
+            spec.overlap = True
+    if rng.random() < 0.3:
+        for spec in specs:
+            spec.step_ms = 150.0
     if drifts:
         kernel.fault("clock_drift", ppm=DRIFT_PPM)
     delayed = rng.random() < 0.35
@@ -152,7 +158,7 @@ def draw(kernel: Kernel) -> Shape:
             siblings=rng.choice([0.0, 0.0, 0.3]),
             fork=rng.choice([0.0, 0.2, 0.5]),
             late_request=rng.choice([0.0, 0.1, 0.3]),
-            think_ms=rng.choice([50.0, 400.0, 3_000.0]),
+            think_ms=rng.choice([5.0, 50.0, 400.0, 3_000.0]),
         ),
     )
 
@@ -216,6 +222,8 @@ def run(seed: int, *, trace: bool = False) -> Outcome:
         outcome.numbers |= {
             "reads": world.fabric.posted,
             "partial_loads": kernel.times("partial_load"),
+            "deferred_frees": kernel.times("deferred_free"),
+            "waits_for_step": kernel.times("waits_for_step"),
             "writes": world.fabric.written,
             "pushes": world.checker.pushes,
             "eager_grants": world.checker.eager_grants,

@@ -47,6 +47,8 @@ class WorkerSpec:
         self.caching = True
         self.push = True
         self.chunk_tokens = 0
+        self.overlap = False
+        self.step_ms = 15.0
 
 
 class Boot:
@@ -98,6 +100,7 @@ class Boot:
             block_size=BLOCK_TOKENS,
             worker_id=spec.worker_id,
             counts=lambda: self.engine.counts(),  # noqa: PLW0108 (made below)
+            steps=lambda: self.engine.steps(),  # noqa: PLW0108
         )
         self.results = [Results() for _ in range(spec.ranks)]
         self.transports = [
@@ -134,6 +137,8 @@ class Boot:
             self._after_hook,
             self._push_step,
             chunk_tokens=spec.chunk_tokens,
+            overlap=spec.overlap,
+            step_ms=spec.step_ms,
         )
         # Orders on their way to each rank, in order.
         self.orders: list[deque[m.ToMover]] = [deque() for _ in range(spec.ranks)]
@@ -203,6 +208,8 @@ class Boot:
         self.engine.wake()
 
     def _after_hook(self) -> None:
+        if self.agent._waiting:
+            self.kernel.reached("waits_for_step")
         due = self.agent.next_deadline()
         if due == self._deadline:
             return

@@ -6,12 +6,14 @@ step that computes its last token. What was computed before the grant came goes 
 next step, whole; and where the leg has ended by then, from what it left. A chunk's blocks are held
 until every rank has written them, so that vLLM may free or preempt the request meanwhile.
 
-A request's first step, and its first after a preemption, may have found prefix hits that another
-request of the same step fills, so its hits are written layer by layer too, with what it computes.
+Whole goes only what a step has computed that is over. With asynchronous scheduling the step before
+may still run, and a request's first step, also after a preemption, may have found prefix hits that
+another request's part of it fills: that is written layer by layer, with what is computed next.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -62,7 +64,15 @@ class Scheduled:
 class _Live:
     request_id: str
     view: RequestView
-    steps: int = 0
+    # Its steps that are not known to be over: number, and tokens that are computed after it.
+    running: deque[tuple[int, int]] = field(default_factory=deque)
+    # Tokens whose KV is final.
+    final: int = 0
+
+    def settle(self, over: int) -> None:
+        """All steps to this one are over."""
+        while self.running and self.running[0][0] <= over:
+            _, self.final = self.running.popleft()
 
 
 @dataclass(eq=False)
@@ -251,6 +261,9 @@ class PushSide:
         if not self._live:
             return []
         chunks: list[m.PushChunk] = []
+        begun, over = self._source.steps()
+        for known in self._live.values():
+            known.settle(over)
         by_request = {item.request_id: item for item in scheduled}
         for token, push in list(self._by_token.items()):
             leg = self._turns.find((token, types_pb2.LEG_PREFILL))
@@ -265,7 +278,7 @@ class PushSide:
         for item in scheduled:
             live = self._live.get(item.request_id)
             if live is not None:
-                live.steps += 1
+                live.running.append((begun, item.computed + item.tokens))
         return chunks
 
     def finished(
@@ -401,10 +414,8 @@ class PushSide:
         return True
 
     def _step_of(self, push: _Push, live: _Live, item: Scheduled) -> list[m.PushChunk]:
-        before = push.filled(item.computed, self._block_size)
+        before = push.filled(live.final, self._block_size)
         after = push.filled(item.computed + item.tokens, self._block_size)
-        if not live.steps:
-            before = push.sent  # see the module
         found = []
         if before > push.sent:
             found.append(self._chunk(push, item.block_ids[push.sent : before], ready=True))

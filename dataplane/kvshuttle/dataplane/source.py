@@ -93,7 +93,7 @@ class SourceSide:
         steps: Callable[[], tuple[int, int]] = lambda: (0, 0),
     ) -> None:
         """`steps`: how many the engine has begun, and how many of these are over."""
-        self._steps = steps
+        self.steps = steps
         self._store = store
         self._holds = holds
         self._out = outbox
@@ -459,7 +459,7 @@ class SourceSide:
     @property
     def steps_begun(self) -> int:
         """The number of the newest step: what is cached now is filled when it is over."""
-        return self._steps()[0]
+        return self.steps()[0]
 
     @property
     def open_leases(self) -> list[SourceLease]:
@@ -488,7 +488,7 @@ class SourceSide:
         )
 
     def _filled(self, replica: Replica) -> bool:
-        return replica.filled_after <= self._steps()[1]
+        return replica.filled_after <= self.steps()[1]
 
     def _find(self, replica: Replica, start: int, end: int) -> list[int]:
         """Block ids of the range, or of as much of its start as is still there."""

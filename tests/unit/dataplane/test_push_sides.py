@@ -604,6 +604,37 @@ def test_a_grant_in_the_midst_writes_what_was_computed_at_once() -> None:
     assert [x.chunks for x in bench.orders(m.PushFinish)] == [2]
 
 
+@pytest.mark.parametrize("computed", [110, 128])
+def test_what_a_step_that_still_runs_computes_is_written_with_the_next_ones_layers(
+    computed: int,
+) -> None:
+    """vLLM schedules the next step while one runs, wherever it can (`async_scheduling`)."""
+    bench = Prefill()
+    bench.run()
+    bench.begun, bench.over = 7, 6
+    assert bench.step(0, 70) == []
+    bench.begun, bench.over = 8, 7
+    assert bench.step(70, computed - 70) == []
+    bench.push_grant()
+    bench.begun, bench.over = 9, 7  # the one before runs
+    assert bench.step(computed, 165 - computed) == [
+        m.PushChunk("l1", 0, 0, [21], True),
+        m.PushChunk("l1", 1, 1, [22, 23, 24], False),
+    ]
+    assert [x.chunks for x in bench.orders(m.PushFinish)] == [2]
+
+
+def test_nothing_is_final_while_the_first_step_runs() -> None:
+    """Its hits may be what another request's part of it fills."""
+    bench = Prefill()
+    bench.run()
+    bench.begun, bench.over = 7, 6
+    bench.step(96, 20)
+    bench.push_grant()
+    bench.begun, bench.over = 8, 6
+    assert bench.step(116, 49) == [m.PushChunk("l1", 0, 0, [21, 22, 23, 24], False)]
+
+
 def test_prefix_hits_of_a_first_step_are_written_with_its_layers() -> None:
     """Another request of the same step may be what fills them."""
     bench = Prefill()
