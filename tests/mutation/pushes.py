@@ -141,6 +141,22 @@ PUSHES = (
         (SIDES,),
     ),
     Mutant(
+        "rest_over_news",
+        "an engine rests when vLLM has heard of what the mover has said",
+        AGENT + "scheduler.py",
+        "            self._stirred = self._steps()[0] + 1\n",
+        "            pass\n",
+        (SIDES,),
+    ),
+    Mutant(
+        "rest_over_a_step",
+        "an engine rests when vLLM has the output of what it computes",
+        AGENT + "scheduler.py",
+        "        self._stirred = max(self._stirred, self._steps()[0])\n",
+        "        pass\n",
+        (SIDES,),
+    ),
+    Mutant(
         "push_chunk_freed_by_one_rank",
         "a chunk is held until all ranks have written it",
         AGENT + "push_source.py",
@@ -160,8 +176,8 @@ PUSHES = (
         "push_layer_not_final",
         "a layer is written when it is filled",
         AGENT + "push_writer.py",
-        "            final = step.final()\n",
-        "            final = self.num_regions\n",
+        "        final = self.num_regions if step is None or chunk.order.ready else step.final()\n",
+        "        final = self.num_regions\n",
         (MOVER,),
     ),
     Mutant(

@@ -121,10 +121,12 @@ class _Part:
 
 @dataclass(eq=False)
 class _Step:
-    """What was scheduled at once. `over` is called when it is."""
+    """What was scheduled at once. `over` is called when it is. `taken`: what the workers had to
+    say of loads when they came to it, on each rank; None: they have not."""
 
     number: int
     parts: list[_Part] = field(default_factory=list)
+    taken: list[tuple[set[str], set[str]]] | None = None
     ends_ns: int = 0
     over: Callable[[], None] = lambda: None
 
@@ -158,6 +160,8 @@ class Engine:
     _ranks_failed: set[str] = field(default_factory=set)
     _stepping: bool = False
     _inputs: list[Callable[[], None]] = field(default_factory=list)
+    # Again, for vLLM looks at those alone before it looks at a step's output.
+    _aborts: list[str] = field(default_factory=list)
     # Steps that are not over, the oldest first; the last one is being scheduled.
     _steps: deque[_Step] = field(default_factory=deque)
     _begun: int = 0
@@ -194,6 +198,8 @@ class Engine:
 
     def abort(self, request_id: str) -> None:
         """The client went away."""
+        if self.overlap:
+            self._aborts.append(request_id)
         self._inputs.append(lambda: self._abort(request_id))
         self._start()
 
@@ -249,6 +255,9 @@ class Engine:
         self.after_hook()
         if chunks:
             step.over = self.push_step(chunks)
+        if self.overlap:
+            # They are done with a step when it is queued on the device.
+            step.taken = [results.take() for results in self.results]
         busy = bool(self.running)
         took = (
             between(self.kernel.rng, 2, self.step_ms) if busy else between(self.kernel.rng, 2, 60)
@@ -459,15 +468,18 @@ class Engine:
 
     def _end_step(self) -> None:
         step = self._steps.popleft()
+        while self._aborts:
+            self._abort(self._aborts.pop(0))
         self._over = step.number
         while self._deferred and self._deferred[0][0] <= self._over:
             self.pool.free(self._deferred.popleft()[1])
         for part in step.parts:
             self._write(part)
         for part in step.parts:
+            self._check_read(part)
             self._update(part)
         step.over()
-        self._take_results()
+        self._hear_of_loads(step.taken or [results.take() for results in self.results])
         self._begin_step()
 
     def _update(self, part: _Part) -> None:
@@ -487,6 +499,17 @@ class Engine:
         if request.generated >= request.output_tokens:
             self.running.remove(request)
             self._free_request(request, keep_blocks=False)
+
+    def _check_read(self, part: _Part) -> None:
+        """A step has read what came before its tokens, all the time that it ran."""
+        for index, block_hash in enumerate(part.request.hashes[: part.first // BLOCK_TOKENS]):
+            block = self.pool.blocks[part.block_ids[index]]
+            if block.generation != part.generations[index] or not block.holds(block_hash):
+                raise Violation(
+                    "wrong KV",
+                    f"{self.name}: {part.request.request_id} has gone on from block "
+                    f"{block.block_id} (index {index}), which did not hold {block_hash.hex()}",
+                )
 
     def _write(self, part: _Part) -> None:
         hashes = part.request.hashes
@@ -541,12 +564,11 @@ class Engine:
             self.agent.make_room(min(STEP_BLOCKS, num_requests + STEP_BLOCKS // 2))
         self.after_hook()
 
-    def _take_results(self) -> None:
+    def _hear_of_loads(self, taken: list[tuple[set[str], set[str]]]) -> None:
         """The workers' answer to a step, over all ranks."""
         failed_now: set[str] = set()
         finished_now: list[str] = []
-        for results in self.results:
-            finished, failed = results.take()
+        for finished, failed in taken:
             self._ranks_failed |= failed
             for request_id in sorted(finished):
                 count = self._ranks_finished.get(request_id, 0) + 1

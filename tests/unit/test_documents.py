@@ -67,7 +67,8 @@ FOREIGN = {
     "pip": {"no-cache-dir", "no-deps"},
     "systemctl": {"now"},
     "vllm": {
-        *("enable-fault-tolerance", "enable-prefix-caching", "enable-prompt-tokens-details"),
+        *("enable-dbo", "enable-fault-tolerance", "enable-prefix-caching"),
+        *("enable-prompt-tokens-details", "ubatch-size"),
         "gpu-memory-utilization",
         *("kv-cache-dtype", "kv-transfer-config", "max-num-batched-tokens"),
         *("otlp-traces-endpoint", "tensor-parallel-size"),

@@ -176,7 +176,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._worker_rest()
         chunks = getattr(connector_metadata, "chunks", None)
         if chunks and self._mover is not None:
-            self._mover.begin_step(chunks, self._mark())
+            self._mover.begin_step(chunks)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing: loads start when their blocks are allocated."""
@@ -288,6 +288,8 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         idle = not scheduler_output.num_scheduled_tokens
         if idle:
             self._rest()
+        elif self._agent is not None:
+            self._agent.computing()
         return _StepMetadata(self._chunks(scheduler_output), idle)
 
     def _chunks(self, output: SchedulerOutput) -> list[PushChunk]:

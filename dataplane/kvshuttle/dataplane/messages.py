@@ -274,7 +274,8 @@ class ReadEnded(msgspec.Struct, tag=True, frozen=True):
 
 
 class ReadGivenUp(msgspec.Struct, tag=True, frozen=True):
-    """An unattended read is given up, but NIXL has not let go: ReadEnded comes when it has."""
+    """A read is given up, but NIXL has not let go: ReadEnded comes when it has. Of one that is
+    attended vLLM is told too, by the worker; this makes the engine look."""
 
     request_id: str
     reason: str

@@ -103,9 +103,9 @@ class Mover:
 
     # vLLM's worker thread. None of these waits: a system call of a microsecond, no more.
 
-    def begin_step(self, chunks: Sequence[m.PushChunk], before: Fence = None) -> None:
-        """A step begins that computes these chunks. `before`: see `PushStep`."""
-        self._step = PushStep(chunks, len(self._regions), before)
+    def begin_step(self, chunks: Sequence[m.PushChunk]) -> None:
+        """A step begins that computes these chunks."""
+        self._step = PushStep(chunks, len(self._regions))
         self._steps.append(self._step)
         os.eventfd_write(self._nudge, 1)
 

@@ -32,14 +32,13 @@ class PushStep:
     """One step of the engine and the chunks that it computes. `begin` to `all_final` are called by
     vLLM's worker thread, the rest by the mover's."""
 
-    def __init__(self, chunks: Sequence[PushChunk], regions: int, before: Fence = None) -> None:
+    def __init__(self, chunks: Sequence[PushChunk], regions: int) -> None:
         self.chunks = tuple(chunks)
         self._regions = regions
         self._said: deque[tuple[int, int, Fence]] = deque()
         # Of the mover's thread: regions that are final without a gap, and those beyond one.
         self._final = 0
         self._beyond: dict[int, int] = {}
-        self._before = before
 
     def layer_final(self, first: int, end: int, fence: Fence = None) -> None:
         """A layer's regions are filled, as soon as the device comes so far."""
@@ -48,12 +47,6 @@ class PushStep:
     def all_final(self, fence: Fence = None) -> None:
         """The forward pass is over, hooks or no hooks."""
         self._said.append((0, self._regions, fence))
-
-    def begun(self) -> bool:
-        """Whether what was computed before this step is final."""
-        if self._before is not None and self._before():
-            self._before = None
-        return self._before is None
 
     def final(self) -> int:
         """Regions that may be written, counted from the first one."""
@@ -73,4 +66,4 @@ class PushStep:
     @property
     def waiting(self) -> bool:
         """Whether the device must be asked again."""
-        return bool(self._said) or self._before is not None
+        return bool(self._said)

@@ -81,6 +81,12 @@ class _Push:
         """Whether a WRITE is in flight."""
         return any(chunk.flying for chunk in self.chunks)
 
+    @property
+    def filling(self) -> bool:
+        """Whether the device must be asked again how far it is."""
+        steps = [chunk.step for chunk in self.chunks if not chunk.order.ready]
+        return any(step is not None and step.waiting for step in steps)
+
 
 class PushWriter:
     """One rank's pushes. One thread calls it; `peers` is the mover's table of boots."""
@@ -112,8 +118,7 @@ class PushWriter:
         now = self._clock()
         return now < self.linger_until or any(
             (push.stopping and now < push.deadline_ns + STOPPED_POLLING_NS)
-            or any(c.step is not None and c.step.waiting for c in push.chunks)
-            or (push.flying and not push.stopping)
+            or (not push.stopping and (push.flying or push.filling))
             for push in self._pushes.values()
         )
 
@@ -121,6 +126,12 @@ class PushWriter:
     def writing(self) -> bool:
         """Whether a WRITE is in flight."""
         return any(push.flying for push in self._pushes.values())
+
+    @property
+    def filling(self) -> bool:
+        """Whether the device has yet to come to something that is to be written. Its layers' hooks
+        are called when they are queued, all at once, so nobody says when it has."""
+        return any(push.filling and not push.stopping for push in self._pushes.values())
 
     def poll(self) -> bool:
         """Moves everything on. True: something happened."""
@@ -218,12 +229,7 @@ class PushWriter:
 
     def _post(self, push: _Push, chunk: _Chunk) -> bool:
         step = chunk.step
-        if step is None:
-            final = self.num_regions
-        elif chunk.order.ready:
-            final = self.num_regions if step.begun() else 0
-        else:
-            final = step.final()
+        final = self.num_regions if step is None or chunk.order.ready else step.final()
         if final <= chunk.posted or push.target is None:
             return False
         push.faults.before_write(push.order.lease_id)

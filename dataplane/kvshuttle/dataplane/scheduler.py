@@ -158,6 +158,9 @@ class SchedulerAgent:
         # Hardens of ranges that a step which runs has yet to fill, a batch each.
         self._waiting: list[CommandBatch] = []
         self._news = threading.Event()
+        self._steps = steps
+        # Until this step is over there is something that vLLM has yet to take up.
+        self._stirred = 0
         self._obeying = threading.Lock()
         self._generation = 0
         self._highest_epoch = 0
@@ -231,6 +234,10 @@ class SchedulerAgent:
         # Anew: with the checks of what has just come.
         self._inbox.extendleft(reversed(self._waiting))
         self._waiting.clear()
+        if self._inbox:
+            # What the mover has told vLLM's worker beside it is taken by a step that is scheduled
+            # now, or next, and vLLM hears of it when that is over.
+            self._stirred = self._steps()[0] + 1
         while self._inbox:
             item = self._inbox.popleft()
             try:
@@ -345,15 +352,20 @@ class SchedulerAgent:
             leases.append(entry)
         return leases
 
+    def computing(self) -> None:
+        """The step that is being scheduled computes something: who has asked waits for its end."""
+        self._stirred = max(self._stirred, self._steps()[0])
+
     def rest(self, has_input: Callable[[], bool]) -> None:
         """Nothing is to be computed in this step. If requests wait for their KV, or for a word on
         it, vLLM's loop would step on and on until it is there, on cores that prefill, and who has
         the word, may need: so it waits here, until something is heard, the engine has input, or a
-        moment has passed."""
+        moment has passed. Not while a step is under way of which vLLM has yet to hear: where it
+        schedules ahead, it comes to that step's output after this one only."""
         undecided = self.destination.undecided
         awaited = self.landings.awaited + self.destination.loading + len(undecided)
         # What waits for a step to be over hears of it in the next one.
-        if not awaited or self._waiting:
+        if not awaited or self._waiting or self._steps()[1] < self._stirred:
             return
         running, waiting = self._counts()
         # Who waits for something else (blocks, a grammar) must be looked at again soon.

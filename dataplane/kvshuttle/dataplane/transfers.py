@@ -199,8 +199,12 @@ class Transfers:
 
     @property
     def waited_for(self) -> bool:
-        """Whether a request waits for one of the reads, or a WRITE is in flight."""
-        return self.pushes.writing or any(not state.given_up for state in self._reads.values())
+        """Whether a request waits for one of the reads, or a WRITE is in flight or about to be."""
+        return (
+            self.pushes.writing
+            or self.pushes.filling
+            or any(not state.given_up for state in self._reads.values())
+        )
 
     @property
     def written_to(self) -> bool:
@@ -497,7 +501,7 @@ class Transfers:
             return
         state.given_up = reason
         self._tell_engine(state.order, failed=True)
-        if not self._try_to_let_go(state) and not state.order.attended:
+        if not self._try_to_let_go(state):
             self._send(m.ReadGivenUp(state.order.request_id, reason))
 
     def _try_to_let_go(self, state: _ReadState) -> bool:

@@ -131,6 +131,11 @@ def check_supported(config: VllmConfig, kv: KVCacheConfig) -> None:
         raise UnsupportedError(
             f"pipeline_parallel_size: {parallel.pipeline_parallel_size} is not supported; use 1"
         )
+    if getattr(parallel, "use_ubatching", False):
+        raise UnsupportedError(
+            "enable_dbo: True, or ubatch_size above 1, fills a layer's blocks in two halves, which "
+            "a push would take for one; start the engine without dual-batch overlap"
+        )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise UnsupportedError(f"{name}: {getattr(parallel, name)} is not supported; use 1")
@@ -378,7 +383,8 @@ def finished_state(
         hashes=tuple(bytes(h) for h in request.block_hashes[:full]),
         block_ids=tuple(block_ids[:full]),
         prompt_tokens=int(request.num_prompt_tokens),
-        aborted=request.status == RequestStatus.FINISHED_ABORTED,
+        # An error too may end it while a step of it runs.
+        aborted=request.status in (RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR),
         tail=tail,
     )
 
@@ -451,11 +457,12 @@ def worker_rest() -> Callable[[], None]:
 def device_fence(caches: dict[str, torch.Tensor]) -> Callable[[], Fence]:
     """Makes a mark on the device's queue: what was queued before has run when the mark says so.
     Nothing on a CPU, where a layer's hook comes after its computation."""
-    if next(iter(caches.values())).device.type == "cpu":
+    device = next(iter(caches.values())).device
+    if device.type == "cpu":
         return lambda: None
 
     def mark() -> Fence:
-        event = torch.cuda.Event()
+        event = torch.cuda.Event() if device.type == "cuda" else torch.Event(device)
         event.record()
         return lambda: bool(event.query())
 

@@ -58,6 +58,7 @@ def test_a_schedulers_steps_are_counted() -> None:
     [
         ({"kv_transfer_config.is_kv_consumer": False}, "kv_role: 'kv_producer'.*kv_both"),
         ({"parallel_config.enable_fault_tolerance": True}, "enable_fault_tolerance: True"),
+        ({"parallel_config.use_ubatching": True}, "enable_dbo: True"),
         ({"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size: 2"),
         ({"kv_transfer_config.kv_load_failure_policy": "fail"}, "kv_load_failure_policy: 'fail'"),
     ],

@@ -240,6 +240,7 @@ def test_a_stalled_read_is_given_up_and_its_blocks_stay_until_let_go(
         reader.order(m.Abandon(f"req-{lease}", "REVOKED"))
         assert reader.results() == ([f"req-{lease}"], [f"req-{lease}"])
         # vLLM has been told, but the landing blocks are not free: no ReadEnded.
+        assert reader.event("ReadGivenUp")["reason"] == "REVOKED"
         assert reader.ask(events=0.5) is None
         reader.order(m.DropPeer(*source.worker))
         ended = reader.event("ReadEnded")

@@ -143,6 +143,7 @@ def test_who_waits_for_a_step_is_not_left_waiting_by_an_engine_that_rests() -> N
     bench.over = 7
     bench.end_hook()
     assert bench.out.take("hardened")
+    bench.settle()
     bench.agent.rest(has_input)
     assert looks
 

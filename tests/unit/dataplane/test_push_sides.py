@@ -938,6 +938,7 @@ def test_an_engine_that_only_waits_for_kv_rests_until_it_hears_something() -> No
     bench.agent.rest(has_input)
     assert not looks  # nobody waits
     bench.land()
+    bench.settle()
     # Another request waits, for something else: it is soon looked at.
     bench.agent._counts = lambda: (0, 2)
     bench.agent.rest(has_input)
@@ -958,8 +959,46 @@ def test_an_engine_that_only_waits_for_kv_rests_until_it_hears_something() -> No
     bench.agent.rest(has_input)
     assert not looks
     bench.end_hook()
+    bench.settle()
     bench.agent.rest(has_input)
     assert not looks
+
+
+def rests(bench: Bench) -> bool:
+    looks: list[int] = []
+    bench.agent.rest(lambda: not looks.append(1))  # type: ignore[func-returns-value]
+    return bool(looks)
+
+
+def test_nobody_rests_over_a_step_that_computes() -> None:
+    """vLLM schedules ahead: it takes that step's answer after this one only."""
+    bench = Decode()
+    bench.land()
+    bench.settle()
+    bench.begun += 1
+    bench.agent.computing()
+    bench.begun += 1
+    assert not rests(bench)
+    bench.over += 1
+    assert rests(bench)
+
+
+def test_nobody_rests_over_what_the_mover_has_told_vllms_worker() -> None:
+    """A step takes it that is scheduled with the news, or the next one; one rest before vLLM hears
+    of it, and a load that has failed would wait for ten seconds."""
+    bench = Decode()
+    bench.land()
+    bench.settle()
+    assert rests(bench)
+    bench.begun += 1
+    bench.agent.post(m.LandingGivenUp("r", "l1", "LATE"))
+    bench.end_hook()
+    for _ in range(2):
+        assert not rests(bench)
+        bench.begun += 1
+        assert not rests(bench)
+        bench.over += 1
+    assert rests(bench)
 
 
 def test_so_does_one_that_waits_for_a_word_on_what_it_may_read() -> None:
@@ -967,6 +1006,7 @@ def test_so_does_one_that_waits_for_a_word_on_what_it_may_read() -> None:
     bench = Decode()
     bench.obey(writer_stopped=agent_pb2.WriterStopped(lease_id="l1", pull_follows=True))
     assert bench.ask() is None
+    bench.settle()
     bench.agent._counts = lambda: (0, 1)
     looks: list[int] = []
 
@@ -984,6 +1024,7 @@ def test_so_does_one_that_waits_for_a_word_on_what_it_may_read() -> None:
     looks.clear()
     forward(bench, chain(5))
     assert bench.ask() == 4 * BLOCK
+    bench.settle()
     bench.agent.rest(has_input)
     assert not looks
 
@@ -993,6 +1034,7 @@ def test_one_that_has_waited_for_long_enough_does_not_rest() -> None:
     bench.obey(writer_stopped=agent_pb2.WriterStopped(lease_id="l1", pull_follows=True))
     assert bench.ask() is None
     bench.clock.advance(0.4)
+    bench.settle()
     looks: list[int] = []
     bench.agent.rest(lambda: bool(looks.append(1)))  # type: ignore[func-returns-value]
     assert not looks
@@ -1008,12 +1050,14 @@ def test_so_does_one_that_waits_for_a_read() -> None:
     assert bench.ask() == 4 * BLOCK
     bench.agent.allocated("r", bench.key, range(20, 26), 4 * BLOCK)
     bench.end_hook()
+    bench.settle()
     looks: list[int] = []
     bench.agent._counts = lambda: (0, 2)
     bench.agent.rest(lambda: bool(looks.append(1)))  # type: ignore[func-returns-value]
     assert looks
     bench.agent.post(m.ReadEnded("r", "l2", True, "", 1_000, 5))
     bench.end_hook()
+    bench.settle()
     looks.clear()
     bench.agent.rest(lambda: bool(looks.append(1)))  # type: ignore[func-returns-value]
     assert not looks

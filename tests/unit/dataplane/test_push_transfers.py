@@ -196,9 +196,8 @@ def test_a_gap_between_layers_is_waited_for() -> None:
 
 
 def test_a_layer_is_final_when_the_device_says_so() -> None:
-    marks = [False, False, True]
-    step = PushStep([], LAYERS, lambda: marks[2])
-    assert step.begun()
+    marks = [False, False]
+    step = PushStep([], LAYERS)
     step.layer_final(0, 1, lambda: marks[0])
     step.layer_final(1, 2, lambda: marks[1])
     assert step.final() == 0
@@ -242,6 +241,38 @@ def test_a_step_may_come_before_its_order(mover: Mover) -> None:
     assert len(mover.wire.writes) == 1
     mover.obey(m.PushFinish("l1", 1))
     assert mover.ends == [(True, "")]
+
+
+def test_a_device_that_has_yet_to_come_so_far_is_asked_often(mover: Mover) -> None:
+    """Hooks are called when layers are queued, all at once: nobody says when they have run."""
+
+    def asked() -> bool:
+        mover.poll()
+        return mover.transfers.busy and mover.transfers.waited_for
+
+    mover.push()
+    step = mover.step(chunk(0, 0, 6))
+    assert not asked()
+    step.all_final(lambda: False)
+    assert asked()
+    # Nobody waits for a push that stops.
+    mover.obey(m.PushStop("l1", "REVOKED"))
+    assert mover.ends == [(False, "REVOKED")]
+    assert not asked()
+
+
+def test_a_write_that_hangs_is_not_asked_after_for_ever_because_of_a_device_that_does_too(
+    mover: Mover,
+) -> None:
+    mover.push()
+    step = mover.step(chunk(0, 0, 6))
+    step.layer_final(0, 1)
+    step.layer_final(1, 2, lambda: False)
+    mover.poll()
+    mover.obey(m.PushStop("l1", "REVOKED"))
+    assert mover.transfers.busy
+    mover.clock.advance(120)
+    assert not mover.transfers.busy
 
 
 def test_after_a_stop_nothing_is_posted_and_the_end_waits_for_what_flies(mover: Mover) -> None:

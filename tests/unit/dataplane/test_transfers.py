@@ -254,6 +254,14 @@ def test_vllm_hears_nothing_of_an_unattended_read(mover: Mover) -> None:
     assert mover.results.take() == (set(), set())
 
 
+def test_the_engine_is_made_to_look_when_a_read_is_given_up(mover: Mover) -> None:
+    """Its worker tells vLLM, in a step; an engine that rests would take ten seconds to it."""
+    mover.read()
+    mover.transfers.obey(m.Abandon("r", "REVOKED"))
+    assert mover.results.take() == ({"r"}, {"r"})
+    assert mover.told[-1] == m.ReadGivenUp("r", "REVOKED")
+
+
 # Serving.
 
 
