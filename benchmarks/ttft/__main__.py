@@ -41,6 +41,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "out" / "ttft")
     parser.add_argument("--quick", action="store_true", help="within 8 minutes: fewer of all")
     parser.add_argument("--repeats", type=int, default=3, help="fixed conversations")
+    parser.add_argument(
+        "--pairs", type=int, default=20, help="prompts more that f and g compute side by side"
+    )
     parser.add_argument("--traces", type=Path, help="recorded sessions; see docs/benchmarks.md")
     parser.add_argument("--trace-conversations", type=int, default=2)
     parser.add_argument("--trace-turns", type=int, default=5)
@@ -167,6 +170,7 @@ def main() -> int:
             idle_seconds=options.idle_seconds,
             idle_sessions=options.idle_sessions,
             patience_s=options.wait_quiet,
+            pairs=0 if options.quick else options.pairs,
             reserve_bytes=int(options.reserve_gib * 2**30),
             budget_s=None if options.minutes is None else options.minutes * 60,
         ),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Plan", "TurnPlan", "fixed", "from_traces", "read_traces"]
+__all__ = ["Plan", "TurnPlan", "alone", "fixed", "from_traces", "read_traces"]
 
 # The published benchmark's step; turn 1 is cold in every arm, so the lengths that are compared
 # begin with turn 2.
@@ -22,6 +22,8 @@ MAX_GAP_S = 3.0
 MIN_NEW_TOKENS = 24
 # Long enough for prefill to lose its cache while decode answers.
 MIN_OUTPUT_TOKENS = 32
+# Other texts than any fixed conversation's.
+PAIR_SEED = 10_000
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,12 @@ def fixed(
             for turn in range(turns)
         ),
     )
+
+
+def alone(number: int, prompt_tokens: int) -> Plan:
+    """One question, with the shortest answer that decode has a part in."""
+    turn = TurnPlan(prompt_tokens, shared_tokens=0, output_tokens=2, gap_s=0.0)
+    return Plan(name=f"pair-{number}", kind="pair", seed=PAIR_SEED + number, turns=(turn,))
 
 
 def read_traces(path: Path) -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from benchmarks.ttft import raw_nixl
 from benchmarks.ttft.arms import ARMS, Arm, ArmKind, Pool, Scenario, open_arm
 from benchmarks.ttft.counters import forget
 from benchmarks.ttft.groups import RESERVE_BYTES, available_bytes, plan_groups, used_bytes
-from benchmarks.ttft.schedule import Plan
+from benchmarks.ttft.schedule import Plan, alone
 from benchmarks.ttft.texts import History
 from benchmarks.ttft.turns import SPIN_S, Client, Moved, Sample
 from kvshuttle.localstack import (
@@ -38,6 +38,8 @@ SETTLE_S = 5.0
 # Returns of ours with engines that do nothing else, and the words of their conversation.
 QUIET_RETURNS = 9
 QUIET_WORDS = 1_500
+# A prompt whose prefill is compared: as long as what a recorded agent's turn adds, and some.
+PAIR_TOKENS = 1_000
 IDEAL = "a"
 # Whose idle cost is measured; upstream's other two have the connector of c.
 IDLE_ARMS = ("a", "c", "e", "f", "g")
@@ -62,6 +64,8 @@ class Options:
     budget_s: float | None
     # How long a turn waits for other programs to leave the machine alone.
     patience_s: float = 0.0
+    # Prompts that push and pull compute side by side, beyond those of the conversations.
+    pairs: int = 0
     # Memory that is left to the rest of the machine.
     reserve_bytes: int = RESERVE_BYTES
 
@@ -189,6 +193,7 @@ class Run:
                     break
                 self._conversation(clients, plan)
                 self._conversation_s = max(self._conversation_s, time.monotonic() - start)
+            self._pairs(clients)
             for client in clients:
                 if client.arm.kind.push:
                     self._quiet_returns(client)
@@ -290,7 +295,32 @@ class Run:
 
         return count
 
-    # Transfers, and idle
+    # Prefill's throughput, transfers, and idle
+
+    def _pairs(self, clients: list[Client]) -> None:
+        """Prompts that nobody has seen, one after the other on push's engines and on pull's, who
+        goes first changing: what push costs prefill's computation."""
+        both = [x for x in clients if x.arm.kind.eager]
+        if {x.arm.kind.push for x in both} != {False, True}:
+            return
+        for number in range(self._options.pairs):
+            plan = alone(number, PAIR_TOKENS)
+            messages = History(plan, self._count(both[0].arm.url)).ask(1)
+            made: list[Sample] = []
+            for client in both if number % 2 else both[::-1]:
+                name = f"{plan.name}-{client.arm.kind.key}-{self._group}"
+                (turn,) = plan.turns
+                sample, _ = client.turn(
+                    name, 1, messages, turn.prompt_tokens, turn.output_tokens, 0.0, drops=False
+                )
+                sample.conversation = plan.name
+                made.append(sample)
+                client.settle(name)
+                client.end(name)
+                time.sleep(SPIN_S)
+            self.results.samples += made
+            self._say(_line(plan, 1, made))
+        self._save(self.results)
 
     def _quiet_returns(self, client: Client) -> None:
         """How fast a conversation comes back while neither engine does anything else."""

@@ -123,14 +123,17 @@ class Client:
         wanted: int,
         output: int,
         gap_s: float,
+        *,
+        drops: bool | None = None,
     ) -> tuple[Sample, Answer]:
-        """One turn. Raises httpx.HTTPError."""
+        """One turn. `drops`: whether prefill's cache is emptied, if not as ever. Raises
+        httpx.HTTPError."""
         if self.arm.wake():
             time.sleep(WAKE_S)
         self._wait_gap(conversation, gap_s)
         before = Snapshot.of(self.arm)
         self._note_held(conversation, before)
-        dropper = _Dropper(self.arm) if self.drops else None
+        dropper = _Dropper(self.arm) if (self.drops if drops is None else drops) else None
         pids = self.arm.pids()
         wait_for_quiet(pids, self._patience_s)
         noise = Noise(pids)
