@@ -408,14 +408,14 @@ class Conversation:
             # Most answers read the same when they come back as text, to their last, partial block.
             self.chain = list(progress.hashes[: full + (self.rng.random() < 0.7)])
             if self.turns_left and self.rng.random() < self.cluster.behaviour.fork:
-                self._fork()
+                self.fork()
             self._over(progress, TurnOutcome.COMPLETED)
         elif how == "aborted":
             self._over(progress, TurnOutcome.CANCELLED)
         else:
             self._over(progress, TurnOutcome.FAILED)
 
-    def _fork(self) -> None:
+    def fork(self) -> None:
         number = self.cluster.number()
         tenant = self.key.tenant if self.rng.random() < 0.8 else "stranger"
         self.kernel.fault("fork", self.key.session_id, tenant=tenant)

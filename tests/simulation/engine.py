@@ -364,7 +364,9 @@ class Engine:
                 for block_hash, block_id in zip(
                     request.hashes[:full], request.block_ids, strict=False
                 ):
-                    self.pool.insert(block_hash, block_id, 0)
+                    # A hit is cached, and a step that runs may have yet to fill it.
+                    if self.pool.blocks[block_id].block_hash != block_hash:
+                        self.pool.insert(block_hash, block_id, 0)
         request.status = Status.WAITING
 
     def _admit(self, request: EngineRequest) -> bool:

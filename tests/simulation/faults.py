@@ -314,6 +314,12 @@ class Faults:
 
     # People.
 
+    def fork_now(self) -> None:
+        """An agent forks, and its child asks for what has just come back."""
+        known = [x for x in self.world.conversations if x.chain and not x.ended]
+        if known:
+            self.rng.choice(known).fork()
+
     def end_session(self) -> None:
         """A session ends in the midst of its turns, with a lease open if one is."""
         world = self.world
@@ -448,6 +454,7 @@ FAULTS: dict[str, tuple[float, int]] = {
     "memory_pressure": (0.4, 4),
     "preempt": (0.3, 3),
     "end_session": (0.25, 2),
+    "fork_now": (0.4, 4),
     "revoke": (0.4, 3),
     "renew": (0.45, 4),
     "drain": (0.2, 1),
@@ -461,6 +468,7 @@ _COUNTED_OTHERWISE = (
     "crash_mid_read",
     "crash_mid_write",
     "end_session",
+    "fork_now",
     "preempt",
 )
 

@@ -170,11 +170,12 @@ def _plan_faults(world: World, faults: Faults, active_ns: int) -> None:
             continue
         for _ in range(rng.randint(1, most)):
             inject = getattr(faults, kind)
-            milestone = rng.choice(("time", "grant", "read"))
+            milestone = rng.choice(("time", "grant", "read", "brought"))
             if milestone == "time":
                 kernel.at(rng.randrange(50 * MS, active_ns), None, inject)
             else:
-                # Where it hurts: just after a lease was granted or a READ was posted.
+                # Where it hurts: just after a lease was granted, a READ was posted, or an eager
+                # return has brought something.
                 delay = between(rng, 0.05, rng.choice([2.0, 30.0, 500.0]))
                 kernel.when(milestone, rng.randint(1, 8), _later(kernel, delay, active_ns, inject))
 

@@ -174,6 +174,8 @@ class Boot:
     def emit(self, event: agent_pb2.AgentEvent) -> None:
         """Queues an event for the control plane."""
         self.pending.append(event)
+        if event.HasField("offered") and not event.offered.leg:
+            self.kernel.reached("brought")
         self.kernel.log(self.name, "says", event=_short(event))
         self._flush_soon()
 

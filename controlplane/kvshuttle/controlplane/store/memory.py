@@ -48,6 +48,7 @@ def at_rest(worker: Worker) -> Worker:
         past=(),
         heads=(),
         clock=0,
+        pool_clock=0,
         pool=PoolStats(),
         counters=Counters(),
     )
