@@ -23,7 +23,6 @@ from tests.e2e.conftest import DECODE, PREFILL, Cluster, reset_cache
 from tests.e2e.steps import BLOCK, tries, turn, wait_for_leases, wait_until
 from tests.e2e.test_going_away import Request
 from tests.support.conversation import (
-    RECOMPUTED_TOLERANCE,
     Conversation,
     Oracle,
     differences,
@@ -128,7 +127,7 @@ def three_turns(cluster: Cluster, oracle: Oracle, talk: Conversation) -> bool:
     whole = 0
     for number in range(1, 4):
         before = loaded_tokens(cluster)
-        turn(cluster, oracle, talk, words=LONG, tolerance=RECOMPUTED_TOLERANCE)
+        turn(cluster, oracle, talk, words=LONG)
         wait_until(partial(begun, cluster, talk.session), "its KV is on its way")
         if any(x.end_reason == "PULLED_INSTEAD" for x in pushes(cluster, talk.session)):
             return False
@@ -148,17 +147,17 @@ def three_turns(cluster: Cluster, oracle: Oracle, talk: Conversation) -> bool:
 
 def test_a_prompt_in_chunks(cluster: Cluster, oracle: Oracle) -> None:
     talk = Conversation("push-chunks", seed=81)
-    turn(cluster, oracle, talk, words=2_400, tolerance=RECOMPUTED_TOLERANCE)
+    turn(cluster, oracle, talk, words=2_400)
     (lease,) = completed(cluster, talk.session, 1)
     assert lease.range.end * BLOCK > 2_048
-    turn(cluster, oracle, talk, words=100, tolerance=RECOMPUTED_TOLERANCE)
+    turn(cluster, oracle, talk, words=100)
 
 
 def test_with_a_return_in_the_same_turn(cluster: Cluster, oracle: Oracle) -> None:
     talk = Conversation("push-return", seed=82)
     turn(cluster, oracle, talk)
     cluster.forget_prefill()
-    assert turn(cluster, oracle, talk, words=LONG, tolerance=RECOMPUTED_TOLERANCE) > 0
+    assert turn(cluster, oracle, talk, words=LONG) > 0
     assert completed(cluster, talk.session, 1)[0].turn == 2
 
 
@@ -168,7 +167,7 @@ def test_what_prefill_has_cached_is_written_too(cluster: Cluster, oracle: Oracle
     for session in ("push-hit-a", "push-hit-b"):
         reset_cache(cluster.decode)
         answer = cluster.client.ask(messages, session=session, max_tokens=16)
-        oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
+        oracle.check(answer, messages)
         cluster.wait_offered(session)
         cluster.view.end_session(session)
         wait_until(lambda: not cluster.held(DECODE), "decode has let go")
@@ -187,7 +186,7 @@ def test_many_at_once(cluster: Cluster, oracle: Oracle) -> None:
             )
         )
     for prompt, answer in zip(prompts, answers, strict=True):
-        oracle.check(answer, prompt, tolerance=RECOMPUTED_TOLERANCE)
+        oracle.check(answer, prompt)
     assert loaded_tokens(cluster) > before
 
 
@@ -219,7 +218,7 @@ def test_a_client_that_goes_away_strands_nothing(
     request = Request(cluster, talk, [user(text(1_500, 860 + int(after_s * 10)))])
     time.sleep(after_s)
     request.hang_up()
-    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
+    turn(cluster, oracle, talk)
 
 
 def test_a_client_that_goes_away_while_it_is_written(cluster: Cluster, oracle: Oracle) -> None:
@@ -235,7 +234,7 @@ def test_a_client_that_goes_away_while_it_is_written(cluster: Cluster, oracle: O
             if found:
                 break
         wait_until(lambda: not cluster.view.open_leases(), "the lease has ended")
-    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
+    turn(cluster, oracle, talk)
 
 
 def test_a_corrupted_block_is_seen_by_the_oracle(cluster: Cluster, oracle: Oracle) -> None:
@@ -249,7 +248,7 @@ def test_a_corrupted_block_is_seen_by_the_oracle(cluster: Cluster, oracle: Oracl
         cluster.view.end_session(session)
         if pushed:
             break
-    assert differences(answer, oracle.answer(messages), RECOMPUTED_TOLERANCE) != []
+    assert differences(answer, oracle.answer(messages)) != []
     wait_until(lambda: not cluster.held(DECODE), "decode has let go")
     reset_cache(cluster.decode)
 
@@ -266,38 +265,38 @@ def test_a_push_that_stands_still_and_prefill_killed_in_the_midst_of_another(
     messages = [user(text(LONG, 890))]
     with cluster.faults(PREFILL, stall_pushes=True):
         answer = cluster.client.ask(messages, session="push-stalled", max_tokens=16)
-    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
+    oracle.check(answer, messages)
     wait_until(lambda: quarantined() > 0, "the landing blocks are in quarantine")
     stalled = quarantined()
 
     with under_way(cluster, "push-prefill-killed", 90) as (talk, messages, asked):
         cluster.prefill.kill()
         answer = asked.result()
-    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
+    oracle.check(answer, messages)
     wait_until(lambda: quarantined() > stalled, "these landing blocks are in quarantine too")
     # Nothing but an attestation lets them go.
     cluster.fence(PREFILL)
     wait_until(lambda: not quarantined(), "the landing blocks are free")
     cluster.restart_worker(cluster.prefill)
     talk.heard(answer)
-    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
+    turn(cluster, oracle, talk)
 
 
 def test_decode_killed_in_the_midst(cluster: Cluster, oracle: Oracle) -> None:
     with under_way(cluster, "push-decode-killed", 91) as (talk, messages, asked):
         cluster.decode.kill()
         answer = asked.result()
-    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
+    oracle.check(answer, messages)
     cluster.fence(DECODE)
     cluster.restart_worker(cluster.decode)
-    turn(cluster, oracle, talk, tolerance=RECOMPUTED_TOLERANCE)
+    turn(cluster, oracle, talk)
 
 
 def test_the_control_plane_killed_in_the_midst(cluster: Cluster, oracle: Oracle) -> None:
     with under_way(cluster, "push-cp-killed", 92) as (_, messages, asked):
         cluster.control_plane.kill()
         answer = asked.result()
-    oracle.check(answer, messages, tolerance=RECOMPUTED_TOLERANCE)
+    oracle.check(answer, messages)
     cluster.start_control_plane()
 
 
@@ -307,7 +306,7 @@ def test_auto_pushes_where_there_is_something_to_hide_behind(
     talk = Conversation("push-auto", seed=93)
     with cluster.control_plane_with("--no-eager", "--forward", "auto"):
         for words, reason in ((60, "TOO_SHORT_TO_OVERLAP"), (2_400, "OVERLAP_PAYS")):
-            turn(cluster, oracle, talk, words=words, tolerance=RECOMPUTED_TOLERANCE)
+            turn(cluster, oracle, talk, words=words)
             plan = cluster.view.session(talk.session).turns[-1].plan
             assert plan.forward_reason == reason
             assert bool(pushes(cluster, talk.session)) == (reason == "OVERLAP_PAYS")

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from kvshuttle.localstack import local_http
-from tests.support.conversation import RECOMPUTED_TOLERANCE, text
+from tests.support.conversation import LOGPROB_TOLERANCE, text
 
 if TYPE_CHECKING:
     from kvshuttle.localstack import Engine
@@ -240,7 +240,7 @@ def _shape(value: Any) -> Any:
         return {k: _shape(v) for k, v in sorted(value.items()) if k not in ("id", "created")}
     if isinstance(value, list):
         return [_shape(v) for v in value]
-    return pytest.approx(value, abs=RECOMPUTED_TOLERANCE) if isinstance(value, float) else value
+    return pytest.approx(value, abs=LOGPROB_TOLERANCE) if isinstance(value, float) else value
 
 
 def message(response: httpx.Response) -> str:

@@ -125,9 +125,11 @@ def draw(kernel: Kernel) -> Shape:
     if rng.random() < 0.5:
         for spec in specs:
             spec.overlap = True
-    if rng.random() < 0.3:
+    if rng.random() < 0.35:
+        # Long ones leave time for others to ask for what they have yet to fill.
+        step_ms = rng.choice([150.0, 800.0])
         for spec in specs:
-            spec.step_ms = 150.0
+            spec.step_ms = step_ms
     if drifts:
         kernel.fault("clock_drift", ppm=DRIFT_PPM)
     delayed = rng.random() < 0.35

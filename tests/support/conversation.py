@@ -13,9 +13,6 @@ if TYPE_CHECKING:
 
 # In float32 it is about 1e-5 between any two ways to compute the same prompt (in bfloat16 0.1).
 LOGPROB_TOLERANCE = 1e-3
-# The same where a fallback recomputed, or a few blocks were not worth moving, so that steps are
-# split otherwise: it was 0.1 while engines computed in bfloat16.
-RECOMPUTED_TOLERANCE = LOGPROB_TOLERANCE
 MAX_TOKENS = 16
 
 # fmt: off
@@ -93,17 +90,14 @@ class Oracle:
         messages: Sequence[Message],
         *,
         max_tokens: int = MAX_TOKENS,
-        tolerance: float = LOGPROB_TOLERANCE,
     ) -> None:
         """Raises AssertionError unless `answer` to `messages` is the plain engine's."""
         expected = self.answer(messages, max_tokens=max_tokens)
-        found = differences(answer, expected, tolerance)
+        found = differences(answer, expected)
         assert not found, "; ".join(found)
 
 
-def differences(
-    answer: Answer, expected: Answer, tolerance: float = LOGPROB_TOLERANCE
-) -> list[str]:
+def differences(answer: Answer, expected: Answer) -> list[str]:
     """In what the two differ, in words; empty when they are the same."""
     found = []
     if answer.token_ids != expected.token_ids:
@@ -122,7 +116,7 @@ def differences(
         found.append("there are no token ids, or not a logprob for each")
     else:
         off = [abs(a - b) for a, b in zip(answer.logprobs, expected.logprobs, strict=True)]
-        if max(off) > tolerance:
+        if max(off) > LOGPROB_TOLERANCE:
             at = off.index(max(off))
             found.append(f"logprob of token {at} is off by {off[at]:.6f}")
     for name in ("text", "finish_reason", "prompt_tokens", "completion_tokens"):
