@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -205,47 +205,65 @@ def collector() -> Iterator[Collector]:
     collector.stop()
 
 
+def control_plane_of(logs: Path) -> ControlPlane:
+    """Lazy by default: what a request waits for is what most tests are about."""
+    return ControlPlane(directory=logs, extra_args=store_args(logs, "--no-eager"))
+
+
+def workers(
+    logs: Path, control_plane: ControlPlane, traces: str, env: Mapping[str, str] | None = None
+) -> tuple[Engine, Engine]:
+    """Prefill and decode, not started."""
+    cpus = engine_cpus()
+    prefill, decode = (
+        Engine(
+            engine_spec(
+                name,
+                cpu,
+                num_blocks=POOL_BLOCKS,
+                # For /reset_prefix_cache, the stand-in for an eviction.
+                env={
+                    "VLLM_SERVER_DEV_MODE": "1",
+                    "KVSHUTTLE_LOG_LEVEL": "debug",
+                    **STORES_RESPONSES,
+                    **(env or {}),
+                },
+                extra_args=("--otlp-traces-endpoint", traces),
+                kv_transfer=kvshuttle_transfer(
+                    control_plane=control_plane.target,
+                    worker_id=name,
+                    role=role,
+                    extra={"fault_file": str(logs / f"{name}.faults.json"), "traces": True},
+                ),
+            ),
+            log_dir=logs,
+        )
+        for name, role, cpu in ((PREFILL, "prefill", cpus[0]), (DECODE, "decode", cpus[1]))
+    )
+    return prefill, decode
+
+
 @pytest.fixture(scope="session")
 def engines(
     logs: Path, collector: Collector
 ) -> Iterator[tuple[Stack, ControlPlane, Engine, Engine, Engine]]:
     """Control plane, prefill, decode and the plain engine, started side by side."""
     assert (TINY / "config.json").exists(), "no model: run `make model`"
-    cpus = engine_cpus()
     with Stack() as stack:
-        # Lazy by default: what a request waits for is what most tests are about.
-        control_plane = ControlPlane(directory=logs, extra_args=store_args(logs, "--no-eager"))
+        control_plane = control_plane_of(logs)
         stack.start(control_plane)
-        prefill, decode = (
-            Engine(
-                engine_spec(
-                    name,
-                    cpu,
-                    num_blocks=POOL_BLOCKS,
-                    # For /reset_prefix_cache, the stand-in for an eviction.
-                    env={
-                        "VLLM_SERVER_DEV_MODE": "1",
-                        "KVSHUTTLE_LOG_LEVEL": "debug",
-                        **STORES_RESPONSES,
-                    },
-                    extra_args=("--otlp-traces-endpoint", collector.url),
-                    kv_transfer=kvshuttle_transfer(
-                        control_plane=control_plane.target,
-                        worker_id=name,
-                        role=role,
-                        extra={"fault_file": str(logs / f"{name}.faults.json"), "traces": True},
-                    ),
-                ),
-                log_dir=logs,
-            )
-            for name, role, cpu in ((PREFILL, "prefill", cpus[0]), (DECODE, "decode", cpus[1]))
-        )
-        plain = Engine(engine_spec("plain", cpus[1], env=STORES_RESPONSES), log_dir=logs)
+        prefill, decode = workers(logs, control_plane, collector.url)
+        plain = Engine(engine_spec("plain", engine_cpus()[1], env=STORES_RESPONSES), log_dir=logs)
         stack.start(prefill, decode, plain)
         yield stack, control_plane, prefill, decode, plain
+    check_history(control_plane, prefill, decode)
+
+
+def check_history(control_plane: ControlPlane, *agents: Engine) -> None:
+    """Of what control plane and agents have logged, when all of them have ended."""
     history = History()
     history.read_control_plane(control_plane.log_path, "control plane")
-    for engine in (prefill, decode):
+    for engine in agents:
         history.read_agent(engine.log_path, engine.name)
     granted = sum(1 for _ in history.named("lease_granted"))
     read = sum(bool(x.fields["published"]) for x in history.named("read_over"))
@@ -266,7 +284,15 @@ def cluster(
     engines: tuple[Stack, ControlPlane, Engine, Engine, Engine], logs: Path
 ) -> Iterator[Cluster]:
     """Prefill, decode, control plane and gateway, with nothing held."""
-    stack, control_plane, prefill, decode, _ = engines
+    with open_cluster(*engines[:4], logs) as cluster:
+        yield cluster
+
+
+@contextlib.contextmanager
+def open_cluster(
+    stack: Stack, control_plane: ControlPlane, prefill: Engine, decode: Engine, logs: Path
+) -> Iterator[Cluster]:
+    """Once the workers have registered, with a gateway before them."""
     stack.wait_registered(control_plane.target, [PREFILL, DECODE])
     gateway = Gateway(
         directory=logs,

@@ -56,6 +56,11 @@ def main() -> int:
         "--forward", default="", help="the control plane's --forward; its own default if absent"
     )
     parser.add_argument(
+        "--ahead",
+        action="store_true",
+        help="engines schedule a step while one runs, as on GPUs, and compute in chunks",
+    )
+    parser.add_argument(
         "--kill", action="store_true", help="SIGKILL to engines and the gateway too"
     )
     parser.add_argument(
@@ -73,8 +78,11 @@ def main() -> int:
     tally = Tally(directory / "actions.jsonl")
     modes = {"both": [True, False], "eager": [True], "lazy": [False]}[options.mode]
     clusters = contextlib.contextmanager(soak_cluster)
+    start_cluster = clusters(
+        options.model.resolve(), directory, _flags(options, modes[0]), ahead=options.ahead
+    )
     with (
-        clusters(options.model.resolve(), directory, _flags(options, modes[0])) as cluster,
+        start_cluster as cluster,
         contextlib.closing(Judge(cluster.plain.url)) as judge,
     ):
         if options.plant:

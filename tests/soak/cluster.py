@@ -22,6 +22,7 @@ from kvshuttle.localstack import (
     kvshuttle_transfer,
     local_http,
 )
+from tests.support.ahead import schedules_ahead
 from tests.support.leaks import free_blocks
 
 if TYPE_CHECKING:
@@ -170,8 +171,11 @@ def store_args(directory: Path) -> list[str]:
     return ["--store", str(directory / "controlplane.sqlite")]
 
 
-def soak_cluster(model: Path, directory: Path, flags: list[str]) -> Iterator[SoakCluster]:
-    """Starts everything; ends it when the generator ends."""
+def soak_cluster(
+    model: Path, directory: Path, flags: list[str], *, ahead: bool = False
+) -> Iterator[SoakCluster]:
+    """Starts everything; ends it when the generator ends. `ahead`: engines schedule a step while
+    the one before runs, and compute prompts in chunks, so that much meets a step that runs."""
     cpus = engine_cpus()
     with Stack() as stack:
         control_plane = ControlPlane(
@@ -186,7 +190,8 @@ def soak_cluster(model: Path, directory: Path, flags: list[str]) -> Iterator[Soa
                     cpu=cpu,
                     max_model_len=WINDOW,
                     num_blocks=POOL_BLOCKS[name],
-                    env={"VLLM_SERVER_DEV_MODE": "1"},
+                    env={"VLLM_SERVER_DEV_MODE": "1", **(schedules_ahead() if ahead else {})},
+                    extra_args=("--max-num-batched-tokens", "256") if ahead else (),
                     kv_transfer=kvshuttle_transfer(
                         control_plane=control_plane.target,
                         worker_id=name,
