@@ -71,7 +71,7 @@ FOREIGN = {
         *("enable-prompt-tokens-details", "ubatch-size"),
         "gpu-memory-utilization",
         *("kv-cache-dtype", "kv-transfer-config", "max-num-batched-tokens"),
-        *("otlp-traces-endpoint", "tensor-parallel-size"),
+        *("otlp-traces-endpoint", "scheduling-policy", "tensor-parallel-size"),
     },
 }
 

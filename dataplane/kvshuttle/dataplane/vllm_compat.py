@@ -136,6 +136,11 @@ def check_supported(config: VllmConfig, kv: KVCacheConfig) -> None:
             "enable_dbo: True, or ubatch_size above 1, fills a layer's blocks in two halves, which "
             "a push would take for one; start the engine without dual-batch overlap"
         )
+    if getattr(config.scheduler_config, "policy", "fcfs") == "priority":
+        raise UnsupportedError(
+            "scheduling_policy: 'priority' can leave blocks in vLLM's prefix cache that no step "
+            "has filled, when memory is short; start the engine with --scheduling-policy fcfs"
+        )
     for name in ("decode_context_parallel_size", "prefill_context_parallel_size"):
         if getattr(parallel, name, 1) > 1:
             raise UnsupportedError(f"{name}: {getattr(parallel, name)} is not supported; use 1")
