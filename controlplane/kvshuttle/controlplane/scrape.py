@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
-from typing import TYPE_CHECKING
+import socket
+import sys
+import threading
+from contextlib import suppress
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
+import structlog
 from cryptography import x509
-from prometheus_client import start_http_server
+from prometheus_client import make_wsgi_app
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from kvshuttle.controlplane.model.admission import quarantine_full
@@ -15,17 +23,29 @@ from kvshuttle.controlplane.model.terms import LeaseState, WorkerState
 from kvshuttle.controlplane.store.files import log_path
 
 if TYPE_CHECKING:
-    import threading
     from collections.abc import Callable, Iterable, Mapping
     from pathlib import Path
-    from wsgiref.simple_server import WSGIServer
+    from wsgiref.types import StartResponse, WSGIApplication, WSGIEnvironment
 
     from kvshuttle.controlplane.model.registry import Registry
     from kvshuttle.controlplane.observer import Metrics
 
 __all__ = ["Files", "MetricsServer", "Now"]
 
+log = structlog.get_logger("kvshuttle.controlplane")
+
 NS = 1e9
+
+CONNECTIONS = 8
+"""Scrapes at once, each on a thread: scrapers are one or two, and an operator with curl. Beyond, a
+new connection goes over the one that has waited longest without sending its request."""
+REQUEST_S = 3.0
+"""A scraper sends its request as soon as it is connected; this covers a lost packet or two."""
+STATE_S = 5.0
+"""For the event loop to read the state, which takes milliseconds: half of what a scrape may take,
+so that the scraper is told."""
+SCRAPE_S = 10.0
+"""All of a connection. Prometheus waits no longer, unless set."""
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
@@ -230,6 +250,103 @@ class Files:
         return [size, room, ends]
 
 
+class _Lines(io.BufferedReader):
+    """Of a request. The standard library takes the end of the stream for the end of the request,
+    and would answer one that was cut short."""
+
+    def readline(self, size: int | None = -1, /) -> bytes:
+        """ConnectionAbortedError for a line that is not whole."""
+        line = super().readline(size)
+        if not line.endswith(b"\n") and len(line) != size:
+            raise ConnectionAbortedError("the request was cut short")
+        return line
+
+
+class _Handler(WSGIRequestHandler):
+    """One scrape."""
+
+    timeout = REQUEST_S
+    rbufsize = 0
+    server: _HttpServer
+
+    def setup(self) -> None:
+        super().setup()
+        self.rfile = _Lines(self.rfile)
+
+    def handle(self) -> None:
+        # A timeout of the socket begins anew with each byte.
+        last = threading.Timer(SCRAPE_S, _cut, (self.connection,))
+        last.daemon = True
+        last.start()
+        try:
+            super().handle()
+        finally:
+            last.cancel()
+
+    def parse_request(self) -> bool:
+        whole = super().parse_request()
+        self.server.waiting.pop(self.connection, None)
+        # A reader of the answer that is too slow is cut off, which wsgiref takes as it should; it
+        # would print a timeout.
+        self.connection.settimeout(None)
+        return whole
+
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
+        """Nothing."""
+
+
+class _HttpServer(ThreadingMixIn, WSGIServer):
+    """With a bound on what its clients can hold."""
+
+    daemon_threads = True
+    # With five, as it is else, a crowd makes the system drop a scraper's connection for seconds.
+    request_queue_size = 128
+
+    def __init__(self, host: str, port: int) -> None:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        self.address_family, _, _, _, address = found[0]
+        self.waiting: dict[socket.socket, None] = {}
+        """Those that have not sent their request, oldest first."""
+        self._free = threading.Semaphore(CONNECTIONS)
+        super().__init__((str(address[0]), port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Called for one connection after another."""
+        if not self._free.acquire(blocking=False):
+            with suppress(StopIteration, KeyError, RuntimeError):  # it may just have sent it
+                oldest = next(iter(self.waiting))
+                del self.waiting[oldest]
+                _cut(oldest)
+            self._free.acquire()
+        self.waiting[request] = None
+        try:
+            super().process_request(request, client_address)
+        except BaseException:
+            self._forget(request)
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._forget(request)
+
+    def _forget(self, request: socket.socket) -> None:
+        self.waiting.pop(request, None)
+        self._free.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that goes away, or is cut off, is no error."""
+        error = sys.exception()
+        if not isinstance(error, OSError):
+            log.error("scrape_failed", error=repr(error))
+
+
+def _cut(connection: socket.socket) -> None:
+    with suppress(OSError):  # it is gone already
+        connection.shutdown(socket.SHUT_RDWR)
+
+
 class MetricsServer:
     """`/metrics` over HTTP, from a thread of its own; the state is read on the event loop."""
 
@@ -240,20 +357,37 @@ class MetricsServer:
         self._metrics = metrics
         self._closed = False
         metrics.registry.register(self)
-        self._server: WSGIServer
-        self._thread: threading.Thread
-        self._server, self._thread = start_http_server(port, addr=host, registry=metrics.registry)
+        self._page: WSGIApplication = make_wsgi_app(metrics.registry)
+        self._server = _HttpServer(host, port)
+        self._server.set_app(self._answer)
         self.port: int = self._server.server_port
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="metrics", daemon=True
+        )
+        self._thread.start()
+
+    def _answer(self, environ: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        try:
+            return self._page(environ, start_response)
+        except TimeoutError:
+            log.warning("scrape_too_late", seconds=STATE_S)
+            start_response("503 Service Unavailable", [("Content-Type", "text/plain")])
+            return [b"the control plane did not read its state in time: it is busy; try again\n"]
 
     def describe(self) -> Iterable[Metric]:
         """Nothing: asked at registration, on the loop, where `collect` would wait for itself."""
         return []
 
     def collect(self) -> Iterable[Metric]:
-        """Called on the HTTP server's thread."""
+        """Called on a thread of the HTTP server's. TimeoutError when the event loop is too busy."""
         if self._closed:
             return []
-        state = asyncio.run_coroutine_threadsafe(self._read(), self._loop).result(timeout=5)
+        reading = asyncio.run_coroutine_threadsafe(self._read(), self._loop)
+        try:
+            state = reading.result(timeout=STATE_S)
+        except TimeoutError:
+            reading.cancel()
+            raise
         return [*state, *self._files.read()]
 
     async def _read(self) -> list[Metric]:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,10 +21,13 @@ from typing import Any
 import grpc
 import pytest
 
+from kvshuttle.controlplane import scrape
+from kvshuttle.controlplane.scrape import Files, MetricsServer, Now
 from kvshuttle.v1 import session_service_pb2 as sessions
 from kvshuttle.v1 import session_service_pb2_grpc as session_grpc
 from kvshuttle.v1 import types_pb2 as types
 from tests.integration.controlplane.agent import Agent
+from tests.integration.controlplane.conftest import Cluster
 
 START_S = 30
 COMMAND = [sys.executable, "-m", "kvshuttle.controlplane"]
@@ -138,6 +144,96 @@ def test_metrics(process: Process) -> None:
             [promtool, "check", "metrics"], input=text, capture_output=True, text=True, check=False
         )
         assert (found.returncode, found.stdout, found.stderr) == (0, "", "")
+
+
+def scraped(address: str) -> str:
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=5) as answer:
+        return str(answer.read().decode())
+
+
+def connected(address: str, sent: bytes) -> socket.socket:
+    host, _, port = address.rpartition(":")
+    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection.sendall(sent)
+    return connection
+
+
+def threads(process: Process) -> int:
+    return len(os.listdir(f"/proc/{process.child.pid}/task"))
+
+
+def test_connections_that_ask_nothing_neither_pile_up_nor_stay(process: Process) -> None:
+    address = process.ready["metrics"]
+    scraped(address)
+    before = threads(process)
+    crowd = [connected(address, b"GET /metr"[: n % 10]) for n in range(200)]
+    try:
+        # Each has a thread and a timer.
+        assert threads(process) <= before + 2 * scrape.CONNECTIONS
+        assert "kvshuttle_epoch" in scraped(address)
+        for connection in crowd:
+            with contextlib.suppress(ConnectionResetError):
+                assert connection.recv(1) == b""
+    finally:
+        for connection in crowd:
+            connection.close()
+    assert "kvshuttle_epoch" in scraped(address)
+    assert "Traceback" not in process.log_path.read_text()
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        b"",
+        b"GET /metr",
+        b"GET /metrics HTTP/1.1",
+        b"GET /metrics HTTP/1.1\r\n",
+        b"GET /metrics HTTP/1.1\r\nHost: a",
+        b"GET /metrics HTTP/1.1\r\nHost: a\r\n",
+    ],
+)
+def test_a_request_that_is_cut_short_is_no_scrape(process: Process, part: bytes) -> None:
+    with connected(process.ready["metrics"], part) as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(1) == b""
+    with connected(process.ready["metrics"], b"GET / HTTP/1.1\r\n\r\n") as connection:
+        connection.shutdown(socket.SHUT_WR)
+        assert connection.recv(12) == b"HTTP/1.0 200"
+    assert "Traceback" not in process.log_path.read_text()
+
+
+async def test_a_scrape_ends_in_time(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Whether the client sends too slowly or the event loop is too busy."""
+    monkeypatch.setattr(scrape, "SCRAPE_S", 1.0)
+    monkeypatch.setattr(scrape, "STATE_S", 0.2)
+
+    def busy() -> int:
+        time.sleep(0.5)
+        return 0
+
+    now = Now(cluster.server.registry, {"busy": busy})
+    server = MetricsServer(cluster.server.metrics, now, Files(None, {}), "127.0.0.1", 0)
+    address = f"127.0.0.1:{server.port}"
+
+    def drip() -> float:
+        begun = time.monotonic()
+        with connected(address, b"GET /") as connection, contextlib.suppress(ConnectionError):
+            while time.monotonic() < begun + 5:
+                connection.sendall(b"a")
+                time.sleep(0.1)
+        return time.monotonic() - begun
+
+    try:
+        assert await asyncio.to_thread(drip) < 2
+        with pytest.raises(urllib.error.HTTPError) as caught:
+            await asyncio.to_thread(scraped, address)
+        assert caught.value.code == 503
+        assert b"busy" in caught.value.read()
+    finally:
+        await server.close()
+    assert "Traceback" not in capfd.readouterr().err
 
 
 def test_a_signal_stops_it_cleanly(tmp_path: Path) -> None:
