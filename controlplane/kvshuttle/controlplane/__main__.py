@@ -47,7 +47,9 @@ async def serve(options: settings.Settings) -> int:
         if not stop.done():
             stop.set_result(name)
 
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_IGN:
+            continue  # as nohup has it, for one that outlives its terminal
         loop.add_signal_handler(number, asked, number.name)
     # What a start makes stays: to look for garbage among it, again and again as it grows, would
     # take as long as all else.

@@ -168,6 +168,7 @@ class Server:
         checks = Checks(self.limits)
         api_address, *own = settings.listeners()
         limits = self.limits
+        # One port for all has to take agents' inventories.
         most = limits.api_message_bytes if own else limits.agent_message_bytes
         api = self._listener(tokens, most)
         # An agent is known by its certificate only, so a listener of its own has no tokens.
@@ -323,8 +324,11 @@ class Server:
         }
         # Whoever waits for the file must never read half of it.
         part = path.with_name(f".{path.name}.{os.getpid()}")
-        part.write_text(json.dumps(ready) + "\n", encoding="utf-8")
-        part.replace(path)
+        try:
+            part.write_text(json.dumps(ready) + "\n", encoding="utf-8")
+            part.replace(path)
+        except OSError as error:
+            raise SettingsError(f"ready_file: {path} cannot be written: {error}") from error
 
     async def failed(self) -> BaseException:
         """Waits for the store to fail; returns why. The process must then end."""
@@ -333,7 +337,10 @@ class Server:
     async def stop(self) -> None:
         """Not serving, streams ended, calls finished within the grace, everything durable."""
         if self.settings.ready_file is not None:
-            self.settings.ready_file.unlink(missing_ok=True)
+            try:
+                self.settings.ready_file.unlink(missing_ok=True)
+            except OSError as error:
+                log.warning("ready_file_stays", error=str(error))
         for servicer in self._health:
             await servicer.enter_graceful_shutdown()
         self.streams.stop()

@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import tomllib
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
+import yaml
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     CliSettingsSource,
     CliSuppress,
+    InitSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    TomlConfigSettingsSource,
-    YamlConfigSettingsSource,
 )
 
 from kvshuttle.controlplane.auth import is_loopback
@@ -233,8 +234,8 @@ class Settings(BaseSettings):
         "held_share (in the file only)",
     )
 
-    _file: ClassVar[Path | None] = None
-    _argv: ClassVar[list[str]] = []
+    _file: ClassVar[dict[str, Any]] = {}
+    """What the file of --config says."""
 
     @field_validator("listen", "api_address", "agent_address", "metrics_address")
     @classmethod
@@ -244,6 +245,34 @@ class Settings(BaseSettings):
         host, colon, port = value.rpartition(":")
         if not colon or not host or not port.isdigit() or int(port) > 65_535:
             raise ValueError(f"{value!r} is not host:port")
+        return value
+
+    @field_validator("ready_file")
+    @classmethod
+    def _can_be_written(cls, value: Path | None) -> Path | None:
+        if value is None:
+            return value
+        if value.is_dir():
+            raise ValueError(f"{value} is a directory: name a file in it")
+        if not value.parent.is_dir():
+            raise ValueError(f"{value}: {value.parent} is not a directory: make it first")
+        if not os.access(value.parent, os.W_OK | os.X_OK):
+            raise ValueError(
+                f"{value}: {value.parent} is read-only: let the control plane's user write it"
+            )
+        return value
+
+    @field_validator("store")
+    @classmethod
+    def _no_uri(cls, value: str | None) -> str | None:
+        """What means something else to SQLite, or is nearly the word, is no name of a file."""
+        if value is None or value == "memory":
+            return value
+        if value.strip(": ").lower() == "memory" or value.startswith("file:"):
+            raise ValueError(
+                f"{value!r} is no path: for no file at all say memory, for a file of this name "
+                f"./{value}"
+            )
         return value
 
     @model_validator(mode="after")
@@ -336,15 +365,7 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Flags come in as `init_settings`."""
-        sources = [init_settings, env_settings]
-        if cls._file is not None:
-            kind = (
-                TomlConfigSettingsSource
-                if cls._file.suffix == ".toml"
-                else YamlConfigSettingsSource
-            )
-            sources.append(kind(settings_cls, cls._file))
-        return tuple(sources)
+        return (init_settings, env_settings, InitSettingsSource(settings_cls, cls._file))
 
 
 def _config_path(argv: list[str]) -> Path | None:
@@ -353,6 +374,26 @@ def _config_path(argv: list[str]) -> Path | None:
     parser.add_argument("--config")
     found = parser.parse_known_args(argv)[0].config or os.environ.get(f"{ENV_PREFIX}CONFIG")
     return Path(found) if found else None
+
+
+def _read_config(path: Path) -> dict[str, Any]:
+    if path.suffix not in (".yaml", ".yml", ".toml"):
+        raise SettingsError(f"config: {path} must end with .yaml, .yml or .toml")
+    if not path.is_file():
+        raise SettingsError(f"config: there is no file {path}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        found = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        why = " ".join(str(error).split())
+        raise SettingsError(f"config: {path} cannot be read: {why}") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict) or not all(isinstance(key, str) for key in found):
+        raise SettingsError(
+            f"config: {path} must have settings by name, each as in `lease_ttl: 30`"
+        )
+    return found
 
 
 class _Help(argparse.RawDescriptionHelpFormatter):
@@ -365,14 +406,10 @@ class _Help(argparse.RawDescriptionHelpFormatter):
 def load(argv: list[str]) -> Settings:
     """The settings of a process. SettingsError; SystemExit for --help and unknown flags."""
     path = _config_path(argv)
-    if path is not None:
-        if path.suffix not in (".yaml", ".yml", ".toml"):
-            raise SettingsError(f"config: {path} must end with .yaml, .yml or .toml")
-        if not path.is_file():
-            raise SettingsError(f"config: there is no file {path}")
+    found = {} if path is None else _read_config(path)
 
     class WithFile(Settings):
-        _file = path
+        _file = found
 
     WithFile.__doc__ = Settings.__doc__
     source: CliSettingsSource[Any] = CliSettingsSource(

@@ -236,15 +236,29 @@ async def test_a_scrape_ends_in_time(
     assert "Traceback" not in capfd.readouterr().err
 
 
-def test_a_signal_stops_it_cleanly(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_stops_it_cleanly(tmp_path: Path, number: signal.Signals) -> None:
     process = Process(tmp_path)
-    assert process.stop(signal.SIGINT) == 0
+    assert process.stop(number) == 0
     assert not process.ready_path.exists()
     events = [line["event"] for line in process.log()]
     assert events[-2:] == ["stopping", "stopped"]
     again = Process(tmp_path)
     assert again.ready["epoch"] == process.ready["epoch"] + 1
     again.stop()
+
+
+async def test_on_one_port_a_request_may_be_as_large_as_agents_messages(process: Process) -> None:
+    async with grpc.aio.insecure_channel(process.ready["api"]) as channel:
+        get = session_grpc.SessionServiceStub(channel).GetSession
+        for mib, code in (
+            (2, grpc.StatusCode.INVALID_ARGUMENT),
+            (33, grpc.StatusCode.RESOURCE_EXHAUSTED),
+        ):
+            request = sessions.GetSessionRequest(session_id="x" * (mib << 20))
+            with pytest.raises(grpc.aio.AioRpcError) as caught:
+                await get(request, timeout=30)
+            assert caught.value.code() is code
 
 
 async def test_what_was_answered_survives_sigkill(tmp_path: Path) -> None:
@@ -291,6 +305,15 @@ def run(*flags: str, **env: str) -> subprocess.CompletedProcess[str]:
         check=False,
         env={**os.environ, **env},
     )
+
+
+@pytest.mark.parametrize("flag", ["--ready-file=/nowhere/r", "--store=:memory:", "--config=/x"])
+def test_wrong_settings_are_one_line_and_exit_status_2(flag: str) -> None:
+    found = run("--insecure", "--listen=127.0.0.1:0", flag)
+    assert found.returncode == 2
+    option = flag[2:].partition("=")[0].replace("-", "_")
+    assert found.stderr.startswith(f"kvshuttle-controlplane: {option}: ")
+    assert len(found.stderr.splitlines()) == 1
 
 
 def test_help_explains_each_option() -> None:

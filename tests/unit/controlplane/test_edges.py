@@ -176,6 +176,12 @@ def test_toml_and_the_environments_config(tmp_path: Path, monkeypatch: pytest.Mo
         (["--insecure", "--listen=10.0.0.1:1"], "loopback only"),
         (["--insecure", "--heartbeat=9"], "silence must be longer"),
         (["--insecure", "--lease-ttl=-1"], "lease_ttl"),
+        (["--insecure", "--ready-file=/nowhere/r"], "ready_file: /nowhere/r: .* make it first"),
+        (["--insecure", "--ready-file=/dev/null/r"], "ready_file: /dev/null/r: .* not a directory"),
+        (["--insecure", "--ready-file=/"], "ready_file: / is a directory: name a file"),
+        (["--insecure", "--store=:memory:"], "store: ':memory:' is no path: .* say memory"),
+        (["--insecure", "--store=Memory"], "store: 'Memory' is no path: .* ./Memory"),
+        (["--insecure", "--store=file:x?mode=memory"], "store: 'file:x.mode=memory' is no path"),
         (["--config=/nowhere.yaml"], "no file"),
         (["--config=/nowhere.ini"], "must end with"),
         (
@@ -194,6 +200,39 @@ def test_an_unknown_key_is_refused(tmp_path: Path) -> None:
     path.write_text("insecure: true\nlease_tll: 5\n")
     with pytest.raises(SettingsError, match="lease_tll"):
         settings.load([f"--config={path}"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("c.yaml", b"- insecure\n"),
+        ("c.yaml", b"[]"),
+        ("c.yaml", b"insecure"),
+        ("c.yaml", b"1: 2"),
+        ("c.yaml", b"insecure: \xff\n"),
+        ("c.yaml", b"insecure: [\n"),
+        ("c.yml", b"a\x00b"),
+        ("c.toml", b"insecure\n"),
+        ("c.toml", b"insecure = '\xff'\n"),
+    ],
+)
+def test_a_file_that_has_no_settings_is_named(tmp_path: Path, name: str, content: bytes) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(SettingsError, match=f"^config: {path} .+$"):
+        settings.load([f"--config={path}", "--insecure"])
+
+
+def test_an_empty_file_says_nothing(tmp_path: Path) -> None:
+    for name in ("c.yaml", "c.toml"):
+        path = tmp_path / name
+        path.write_text("# nothing yet\n")
+        assert settings.load([f"--config={path}", "--insecure"]).insecure
+
+
+def test_a_store_may_have_any_name_by_its_path() -> None:
+    for name in ("./:memory:", "./memory", "memory.db"):
+        assert settings.load(["--insecure", f"--store={name}"]).store_file() == Path(name)
 
 
 def test_an_unknown_flag_exits(capsys: pytest.CaptureFixture[str]) -> None:
