@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 import re
 
+import pytest
+
+from kvshuttle.cli.app import main
 from kvshuttle.v1 import cluster_service_pb2 as workers
 from kvshuttle.v1 import session_service_pb2 as sessions
 from kvshuttle.v1 import types_pb2 as types
@@ -204,6 +207,25 @@ async def test_wrong_usage_is_told_to_programs_too() -> None:
     # For people it stays as it is; the last `-o` counts.
     ran = await kvshuttle("-o", "json", "nosuch", "-o", "table")
     assert ran.err.startswith("Usage: ")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ("status", "--timeout"),
+        ("top", "--interval"),
+        ("watch", "sessions", "--for"),
+        ("doctor", "--stuck-after"),
+    ],
+)
+@pytest.mark.parametrize("value", ["nan", "-nan", "inf", "-inf", "1e999", "-1", "soon"])
+def test_a_time_that_is_none_is_refused(
+    command: tuple[str, ...], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    *words, option = command
+    assert main([*words, "--target=127.0.0.1:1", f"{option}={value}"]) == 2
+    err = capsys.readouterr().err
+    assert f"Invalid value for '{option}': " in err
 
 
 async def test_the_gateways_variables_are_read(site: Site) -> None:

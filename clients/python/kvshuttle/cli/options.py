@@ -8,6 +8,7 @@ that on a gateway's machine nothing has to be said twice.
 from __future__ import annotations
 
 import dataclasses
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +24,21 @@ if TYPE_CHECKING:
 DEFAULT_TARGET = "127.0.0.1:7400"
 DEFAULT_TIMEOUT_S = 5.0
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+class Seconds(click.FloatRange):
+    """A time; click takes `nan` to be within any range, and `inf` where there is no highest."""
+
+    name = "seconds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """BadParameter."""
+        seconds = float(super().convert(value, param, ctx))
+        if not math.isfinite(seconds):
+            self.fail(f"{value} is no number of seconds: give one as 2.5.", param, ctx)
+        return seconds
 
 
 @dataclasses.dataclass(slots=True)
@@ -173,7 +189,7 @@ def common_options() -> list[click.Parameter]:
         ),
         _option(
             "--timeout",
-            type=click.FloatRange(min=0, min_open=True, max=3_600),
+            type=Seconds(min=0, min_open=True, max=3_600),
             metavar="SECONDS",
             envvar=_env("TIMEOUT"),
             help=f"How long one call may take.  [{DEFAULT_TIMEOUT_S:g}]",

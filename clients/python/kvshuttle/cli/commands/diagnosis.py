@@ -18,7 +18,7 @@ from kvshuttle.cli.commands.cluster import all_workers
 from kvshuttle.cli.commands.leases import OPEN
 from kvshuttle.cli.doctor import checks, endpoints, findings, probe
 from kvshuttle.cli.doctor.workers import Look
-from kvshuttle.cli.options import Command
+from kvshuttle.cli.options import Command, Seconds
 from kvshuttle.cli.run import connect, gather, pass_options
 from kvshuttle.client import KVShuttleError, PermissionDeniedError
 from kvshuttle.v1 import session_service_pb2 as session_pb
@@ -214,7 +214,7 @@ async def _look(client: AsyncClient) -> Look:
 @click.option("--engines", is_flag=True, help="Ask each engine for its health too.")
 @click.option(
     "--stuck-after",
-    type=click.FloatRange(min=0, min_open=True),
+    type=Seconds(min=0, min_open=True),
     default=STUCK_AFTER_S,
     show_default=True,
     metavar="SECONDS",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvshuttle.cli import exits
-from kvshuttle.cli.options import Command
+from kvshuttle.cli.options import Command, Seconds
 from kvshuttle.cli.run import connect, pass_options
 from kvshuttle.cli.shape import iso, shape
 
@@ -24,7 +24,7 @@ SNAPSHOT_COLUMNS = 120
 @click.command("top", cls=Command)
 @click.option(
     "--interval",
-    type=click.FloatRange(min=0.1, max=3_600),
+    type=Seconds(min=0.1, max=3_600),
     default=1.0,
     show_default=True,
     metavar="SECONDS",

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from kvshuttle.cli import exits, human
 from kvshuttle.cli.completing import complete_sessions
-from kvshuttle.cli.options import Command
+from kvshuttle.cli.options import Command, Seconds
 from kvshuttle.cli.run import connect, pass_options
 from kvshuttle.cli.shape import iso, seconds, shape, word
 from kvshuttle.client import OutOfRangeError, UnavailableError
@@ -169,7 +169,7 @@ def _parse_resume(value: str, kinds: tuple[str, ...]) -> dict[str, str]:
 @click.option(
     "--for",
     "duration",
-    type=click.FloatRange(min=0),
+    type=Seconds(min=0),
     default=0.0,
     metavar="SECONDS",
     help="End after so long; 0: never.",
