@@ -210,14 +210,40 @@ class Now:
 
 
 class Files:
-    """The store's size and the certificates' ends, read from the disk: not on the event loop."""
+    """The store's size and the certificates' ends, read from the disk: not on the event loop.
+    `moved` tells whether the store's file is no longer there, which is logged once."""
 
-    def __init__(self, store: Path | None, certificates: Mapping[str, Path | None]) -> None:
+    def __init__(
+        self,
+        store: Path | None,
+        certificates: Mapping[str, Path | None],
+        moved: Callable[[], bool] | None = None,
+    ) -> None:
         self._store = store
         self._certificates = certificates
+        self._moved = moved
+        self._told = False
+
+    def _look_for_store(self) -> None:
+        if self._moved is None:
+            return
+        try:
+            moved = self._moved()
+        except OSError:
+            return
+        if moved and not self._told:
+            log.critical(
+                "store_moved",
+                path=str(self._store),
+                remedy="move the file back to this path, beside its log, before the control plane "
+                "stops: it would start without what it has acknowledged; if the file is deleted, "
+                "that is lost",
+            )
+        self._told = moved
 
     def read(self) -> list[Metric]:
         """A file that is not there or cannot be read has no series."""
+        self._look_for_store()
         size = _gauge("store_size_bytes", "Size of the store's file and of its log", "file")
         room = _gauge("store_free_bytes", "Bytes free on the store's device")
         if self._store is not None:

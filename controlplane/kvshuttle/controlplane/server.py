@@ -299,7 +299,9 @@ class Server:
     def _files(self) -> Files:
         settings = self.settings
         certificates = {"client_ca": settings.client_ca, "server": settings.tls_cert}
-        return Files(settings.store_file(), certificates)
+        store = self._stores[0]
+        moved = store.moved if isinstance(store, SqliteStore) else None
+        return Files(settings.store_file(), certificates, moved)
 
     def _serve_metrics(self) -> str:
         address = self.settings.metrics()

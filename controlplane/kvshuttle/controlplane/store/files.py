@@ -21,6 +21,7 @@ __all__ = [
     "check_log",
     "check_version",
     "damaged",
+    "identity",
     "journal_path",
     "log_path",
     "size_of",
@@ -59,6 +60,15 @@ def size_of(path: Path) -> int:
         return path.stat().st_size
     except FileNotFoundError:
         return 0
+
+
+def identity(path: Path) -> tuple[int, int] | None:
+    """Tells one file from another of the same name; None when there is none."""
+    try:
+        found = path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _page_size(header: bytes) -> int:

@@ -33,6 +33,7 @@ from kvshuttle.controlplane.store.files import (
     check_log,
     check_version,
     damaged,
+    identity,
     journal_path,
     log_path,
     size_of,
@@ -185,6 +186,7 @@ class SqliteStore:
         # Takes the lock and, in this locking mode, keeps it.
         db.execute("BEGIN EXCLUSIVE")
         db.execute("COMMIT")
+        self._identity = identity(self.path)
         if self._found is not None and self._signature() != self._seen:
             # Written between the look at it and the lock.
             self._found = None
@@ -259,6 +261,11 @@ class SqliteStore:
         finally:
             if self._db.in_transaction:
                 self._db.rollback()
+
+    def moved(self) -> bool:
+        """Whether the file is no longer where it was opened; SQLite writes on to where it is now.
+        OSError when that cannot be told."""
+        return identity(self.path) != self._identity
 
     def close(self) -> None:
         """Merges the log and lets go of the file."""
