@@ -262,6 +262,68 @@ async def test_a_hello_that_cannot_be_meant_is_refused(
     await cluster.begin()
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://[::1",
+        "http://[v1.x]:80",
+        "http://[::1]x:80",
+        "http://::1:80",
+        "http://h:99999",
+        "http://h:0",
+        "http://h:-1",
+        "http://h:x",
+        "http://h:80:80",
+        "ftp://x",
+        "//h:80",
+        "h:80",
+        "h",
+        "http:h",
+        "http://",
+        "http:///v1",
+        "http://:80",
+        "http://user@h",
+        "http://user:word@h:80",
+        "http://h?",
+        "http://h/?a=b",
+        "http://h#",
+        "http://h/#a",
+        "http://a b",
+        "http://a%20b",
+        "http://a..b",
+        f"http://{'x' * 64}",
+        f"http://{'x.' * 127}x",
+    ],
+)
+async def test_a_hello_whose_url_nobody_can_reach_is_refused(url: str, cluster: Cluster) -> None:
+    agent = cluster.agent("d", types.WORKER_ROLE_DECODE, url=url)
+    with pytest.raises(grpc.aio.AioRpcError) as caught:
+        await agent.connect()
+    assert caught.value.code() is INVALID
+    found = details(caught.value)["ErrorInfo"].metadata
+    assert found["field"] == "hello.url"
+    assert url[:40] in found["value"]
+    assert found["remedy"]
+    listed = await cluster.cluster.ListWorkers(workers.ListWorkersRequest(), timeout=T)
+    assert not listed.workers
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://h",
+        "HTTPS://Host.example.:443/",
+        "http://10.0.0.1:65535",
+        "http://[::1]:8000",
+        "http://[fe80::1%eth0]",
+        "http://decode_0-a.svc:8000/engine",
+        "http://bücher.example",
+    ],
+)
+async def test_urls_that_can_be_reached_are_taken(url: str, cluster: Cluster) -> None:
+    await cluster.agent("d", types.WORKER_ROLE_DECODE, url=url).connect()
+
+
 async def test_what_an_agent_says_can_always_be_told_again(town: Cluster) -> None:
     """Durations, counts and words beyond all measure, of an agent that is broken."""
     prefill, decode = town.prefill, town.decode  # type: ignore[attr-defined]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import base64
 import binascii
+import ipaddress
 import json
+import re
 from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
 
 from kvshuttle.controlplane.model.errors import InvalidFieldError
 from kvshuttle.controlplane.model.terms import Hints, SessionValue
@@ -26,6 +29,9 @@ __all__ = ["Checks"]
 E = TypeVar("E", bound="IntEnum")
 DURATION_MAX_NS = 366 * 24 * 3_600 * 1_000_000_000
 """No hint or TTL means more than a year; arithmetic stays far from any overflow."""
+HOST_CHARS = 253
+HOST = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?")
+"""As DNS has names; with underscores, which containers have in theirs."""
 
 
 class Checks:
@@ -65,6 +71,14 @@ class Checks:
     def worker_id(self, field: str, value: str, *, required: bool = True) -> str:
         """A worker's name."""
         return self.text(field, value, self.limits.worker_id_chars, required=required)
+
+    def base_url(self, field: str, value: str) -> str:
+        """A server's base URL, as gateways put an API's path behind it."""
+        self.text(field, value, self.limits.url_chars, required=True)
+        wrong = _wrong_in_url(value)
+        if wrong:
+            raise InvalidFieldError(field, value, f"{wrong}; give a base URL like http://host:8000")
+        return value
 
     def enum(self, field: str, value: int, kind: type[E], default: E | None = None) -> E:
         """A known value; 0 means `default`, and is refused where there is none."""
@@ -124,7 +138,7 @@ class Checks:
         limits = self.limits
         self.worker_id("hello.worker_id", hello.worker_id)
         self.text("hello.boot_id", hello.boot_id, limits.worker_id_chars, required=True)
-        self.text("hello.url", hello.url, limits.url_chars, required=True)
+        self.base_url("hello.url", hello.url)
         for name in ("lineage_id", "vllm_version", "agent_version", "nixl_backend"):
             self.text(f"hello.{name}", getattr(hello, name), limits.text_chars)
         for name in ("block_size", "num_blocks", "bytes_per_block"):
@@ -175,3 +189,34 @@ class Checks:
     def next_page(*parts: object) -> str:
         """The token for what follows."""
         return base64.urlsafe_b64encode(json.dumps(parts, separators=(",", ":")).encode()).decode()
+
+
+def _wrong_in_url(value: str) -> str:
+    """Why no request can be sent there; empty if one can."""
+    if " " in value or "?" in value or "#" in value:
+        return "it must have no space, query or fragment"
+    try:
+        url = urlsplit(value)
+        host, port = url.hostname or "", url.port
+    except ValueError:
+        return "its host or port cannot be read (ports are 1 to 65535)"
+    if url.scheme not in ("http", "https"):
+        return "it must begin with http:// or https://"
+    if "@" in url.netloc:
+        return "it must have no user or password"
+    if port == 0:
+        return "ports are 1 to 65535"
+    if not _is_host(host, url.netloc):
+        return "it must have a host: a name, an IPv4 address, or an IPv6 address in brackets"
+    return ""
+
+
+def _is_host(host: str, netloc: str) -> bool:
+    if "[" not in netloc:
+        return len(host) <= HOST_CHARS and HOST.fullmatch(host) is not None
+    try:
+        ipaddress.IPv6Address(host)
+    except ValueError:
+        return False
+    before, behind = netloc[: netloc.index("[")], netloc[netloc.index("]") + 1 :]
+    return not before and behind[:1] in ("", ":")
