@@ -64,6 +64,27 @@ CASES: list[tuple[str, str, Any, str]] = [
         sessions.EndTurnRequest(session_id="s", turn=1, outcome=sessions.TURN_OUTCOME_ABANDONED),
         "outcome",
     ),
+    *(
+        (
+            "sessions",
+            "EndTurn",
+            sessions.EndTurnRequest(
+                session_id="s",
+                turn=1,
+                outcome=sessions.TURN_OUTCOME_COMPLETED,
+                usage=sessions.TurnUsage(**{name: count}),
+            ),
+            f"usage.{name}",
+        )
+        for name in ("prompt_tokens", "cached_tokens", "output_tokens")
+        for count in ((1 << 40) + 1, (1 << 64) - 1)
+    ),
+    (
+        "sessions",
+        "BeginTurn",
+        sessions.BeginTurnRequest(session_id="s", prompt_tokens_estimate=(1 << 64) - 1),
+        "prompt_tokens_estimate",
+    ),
     ("sessions", "ListSessions", sessions.ListSessionsRequest(page_size=-1), "page_size"),
     ("sessions", "ListSessions", sessions.ListSessionsRequest(page_token="?"), "page_token"),
     (

@@ -133,6 +133,12 @@ INVALID: list[Any] = [
     sessions.EndTurnRequest(session_id="s", outcome=sessions.TURN_OUTCOME_COMPLETED),
     sessions.EndTurnRequest(session_id="s", turn=1),
     sessions.EndTurnRequest(session_id="s", turn=1, outcome=sessions.TURN_OUTCOME_ABANDONED),
+    sessions.EndTurnRequest(
+        session_id="s",
+        turn=1,
+        outcome=sessions.TURN_OUTCOME_COMPLETED,
+        usage=sessions.TurnUsage(output_tokens=(1 << 64) - 1),
+    ),
     sessions.EndTurnRequest(session_id="none", turn=1, outcome=sessions.TURN_OUTCOME_FAILED),
     sessions.UpdateSessionRequest(session_id="none"),
 ]

@@ -294,3 +294,15 @@ async def test_renewal_goes_source_first(cluster: Cluster) -> None:
     )
     order = await prefill.told("extend")
     assert (order.is_source, order.as_of, order.ttl.seconds) == (False, 1_000, 100)
+
+
+async def test_a_turn_ends_whatever_its_engine_says_was_cached(cluster: Cluster) -> None:
+    await cluster.pair()
+    for number, (prompt, cached, kept) in enumerate(
+        [(100, 101, 100), (100, 100, 100), (0, 1 << 40, 0), (1 << 40, 1, 1)], 1
+    ):
+        await cluster.begin()
+        said = sessions.TurnUsage(prompt_tokens=prompt, cached_tokens=cached, output_tokens=1 << 40)
+        over = await cluster.end(number, usage=said)
+        assert over.state == sessions.TURN_STATE_ENDED
+        assert (over.usage.prompt_tokens, over.usage.cached_tokens) == (prompt, kept)

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from kvshuttle.controlplane.model.errors import InvalidFieldError
 from kvshuttle.controlplane.model.terms import Hints, SessionValue
 from kvshuttle.controlplane.services.convert import duration_ns
+from kvshuttle.controlplane.services.wire import COUNT_MAX
 from kvshuttle.v1 import types_pb2 as types
 
 if TYPE_CHECKING:
@@ -91,6 +92,12 @@ class Checks:
         except ValueError:
             names = ", ".join(member.name for member in kind if member)
             raise InvalidFieldError(field, value, f"use one of {names}") from None
+
+    def count(self, field: str, value: int) -> int:
+        """A number of tokens; sums of them last for as long as the process."""
+        if value > COUNT_MAX:
+            raise InvalidFieldError(field, value, f"at most {COUNT_MAX} is believed")
+        return value
 
     def duration(self, field: str, message: Duration, least_ns: int = 0) -> int:
         """A duration in ns."""

@@ -81,7 +81,7 @@ class Operations:
             key=self.key(request.session_id),
             token=self._new_token(),
             request_id=checks.request_id(request.request_id),
-            prompt_tokens=request.prompt_tokens_estimate,
+            prompt_tokens=checks.count("prompt_tokens_estimate", request.prompt_tokens_estimate),
             policy=checks.enum(
                 "return_policy", request.return_policy, ReturnPolicy, ReturnPolicy.AUTO
             ),
@@ -108,20 +108,25 @@ class Operations:
         outcome = checks.enum("outcome", request.outcome, TurnOutcome)
         if outcome is TurnOutcome.ABANDONED:
             raise InvalidFieldError("outcome", outcome.name, "use COMPLETED, CANCELLED or FAILED")
-        usage = None
-        if request.HasField("usage"):
-            usage = Usage(
-                request.usage.prompt_tokens,
-                request.usage.cached_tokens,
-                request.usage.output_tokens,
-                checks.duration("usage.time_to_first_token", request.usage.time_to_first_token),
-            )
+        usage = self._usage(request.usage) if request.HasField("usage") else None
         hints = checks.hints(request.hints) if request.HasField("hints") else None
         token = checks.turn_token(request.turn_token)
         registry = self._runtime.registry
         return Operation(
             lambda now: registry.end_turn(now, key, number, outcome, usage, hints, token),
             lambda turn: pb.EndTurnResponse(turn=turn_out(turn)),
+        )
+
+    def _usage(self, said: pb.TurnUsage) -> Usage:
+        checks = self._checks
+        prompt = checks.count("usage.prompt_tokens", said.prompt_tokens)
+        cached = checks.count("usage.cached_tokens", said.cached_tokens)
+        return Usage(
+            prompt,
+            # Cut, not refused: gateways pass on what an engine says, and the turn has to end.
+            min(cached, prompt),
+            checks.count("usage.output_tokens", said.output_tokens),
+            checks.duration("usage.time_to_first_token", said.time_to_first_token),
         )
 
     def update(

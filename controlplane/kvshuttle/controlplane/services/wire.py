@@ -43,14 +43,14 @@ if TYPE_CHECKING:
     from kvshuttle.v1 import cluster_service_pb2 as cluster
     from kvshuttle.v1 import lease_service_pb2 as leases
 
-__all__ = ["apply_event", "command_out", "heartbeat_in", "hello_in", "peer_out"]
+__all__ = ["COUNT_MAX", "apply_event", "command_out", "heartbeat_in", "hello_in", "peer_out"]
 
 # What an agent says is kept, summed, stored and shown to callers, so one that is broken must not be
 # able to say what cannot be told again.
 SPAN_MAX_NS = 366 * 24 * 3_600 * 1_000_000_000
 """A year: as for callers' durations."""
 COUNT_MAX = 1 << 40
-"""Of tokens and bytes: sums of a million such fit into 64 bits."""
+"""Of tokens and bytes, for callers' too: sums of a million such fit into 64 bits."""
 HASH_BYTES = 64
 """The longest hash that vLLM could be set to is 32 bytes."""
 CHECKPOINTS = 64
