@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from typing import Any
 
 import grpc
@@ -110,6 +111,43 @@ CASES: list[tuple[str, str, Any, str]] = [
 ]
 
 
+def token(text: str) -> str:
+    return base64.urlsafe_b64encode(text.encode()).decode()
+
+
+STRANGE = [
+    "?",
+    "x",
+    token("{}"),
+    token("7"),
+    token("[]"),
+    token("[null]"),
+    token("[[]]"),
+    token("[1]"),
+    token("[1.5]"),
+    token("[true]"),
+    token("[{},[]]"),
+    token("[null,null]"),
+    token("[true,false]"),
+    token("[1.5,2.5]"),
+    token('["a",1]'),
+    token('[1,"a"]'),
+    token('["a","b","c"]'),
+    token("[1,2,3]"),
+    token("[" * 100_000),
+    token("[" * 100_000 + "]" * 100_000),
+    token('{"a":' * 100_000),
+    token(f"[{'9' * 5_000},1]"),
+]
+"""Page tokens that no list ever gives."""
+OTHERS = {
+    "ListSessions": ['["a"]', "[1,2]"],
+    "ListLeases": ["[1]", '["a","b"]', '["a"]'],
+    "ListWorkers": ['["a","b"]', "[1,2]"],
+}
+"""What another list may give."""
+
+
 async def refusal(cluster: Cluster, service: str, method: str, request: Any) -> Any:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await getattr(getattr(cluster, service), method)(request, timeout=T)
@@ -126,6 +164,33 @@ async def test_a_wrong_field_is_named_with_its_remedy(cluster: Cluster) -> None:
         violation = found["BadRequest"].field_violations[0]
         assert violation.field == field
         assert violation.description
+
+
+async def test_a_page_token_that_the_list_did_not_give_is_refused(cluster: Cluster) -> None:
+    for service, method, kind in [
+        ("sessions", "ListSessions", sessions.ListSessionsRequest),
+        ("leases", "ListLeases", leases.ListLeasesRequest),
+        ("cluster", "ListWorkers", workers.ListWorkersRequest),
+    ]:
+        for strange in STRANGE + [token(text) for text in OTHERS[method]]:
+            error = await refusal(cluster, service, method, kind(page_token=strange))
+            assert error.code() is INVALID, (method, strange[:40])
+            assert details(error)["ErrorInfo"].metadata["field"] == "page_token"
+
+
+async def test_a_remedy_names_what_is_taken(cluster: Cluster) -> None:
+    await cluster.pair()
+    for wrong in (0, sessions.TURN_OUTCOME_ABANDONED, 99):
+        request = sessions.EndTurnRequest(
+            session_id="s", turn=1, outcome=sessions.TurnOutcome.ValueType(wrong)
+        )
+        error = await refusal(cluster, "sessions", "EndTurn", request)
+        remedy = details(error)["ErrorInfo"].metadata["remedy"]
+        assert remedy == "use one of COMPLETED, CANCELLED, FAILED"
+    begun = await cluster.begin()
+    for name in remedy.removeprefix("use one of ").split(", "):
+        outcome = sessions.TurnOutcome.Value(f"TURN_OUTCOME_{name}")
+        await cluster.end(begun.turn.turn, outcome=outcome)
 
 
 async def test_what_is_not_there_is_not_found(cluster: Cluster) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import ipaddress
 import json
 import re
@@ -81,16 +80,24 @@ class Checks:
             raise InvalidFieldError(field, value, f"{wrong}; give a base URL like http://host:8000")
         return value
 
-    def enum(self, field: str, value: int, kind: type[E], default: E | None = None) -> E:
-        """A known value; 0 means `default`, and is refused where there is none."""
+    def enum(
+        self,
+        field: str,
+        value: int,
+        kind: type[E],
+        default: E | None = None,
+        *,
+        never: E | None = None,
+    ) -> E:
+        """A known value but `never`; 0 means `default`, and is refused where there is none."""
         if value == 0 and default is not None:
             return default
         try:
-            if value == 0:
+            if value == 0 or value == never:
                 raise ValueError
             return kind(value)
         except ValueError:
-            names = ", ".join(member.name for member in kind if member)
+            names = ", ".join(member.name for member in kind if member and member != never)
             raise InvalidFieldError(field, value, f"use one of {names}") from None
 
     def count(self, field: str, value: int) -> int:
@@ -178,15 +185,15 @@ class Checks:
             raise InvalidFieldError("page_size", value, "0 or more is allowed")
         return min(value or self.limits.page_size_default, self.limits.page_size_max)
 
-    def page_token(self, value: str, parts: int) -> list[Any] | None:
-        """Where the page before ended: as many parts as the list's order has."""
+    def page_token(self, value: str, *kinds: type[int | str]) -> list[Any] | None:
+        """Where the page before ended: a value of each kind that the list's order has."""
         if not value:
             return None
         try:
             decoded = json.loads(base64.urlsafe_b64decode(value.encode()))
-        except (ValueError, binascii.Error):
+        except (ValueError, RecursionError):
             decoded = None
-        if not isinstance(decoded, list) or len(decoded) != parts:
+        if not isinstance(decoded, list) or [*map(type, decoded)] != [*kinds]:
             raise InvalidFieldError(
                 "page_token", value, "pass the next_page_token of the page before"
             )

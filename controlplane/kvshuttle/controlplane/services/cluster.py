@@ -60,9 +60,9 @@ class ClusterService(pb_grpc.ClusterServiceServicer):
     ) -> pb.ListWorkersResponse:
         """A page of workers, by id."""
         size = self._checks.page_size(request.page_size)
-        after = self._checks.page_token(request.page_token, 1)
+        after = self._checks.page_token(request.page_token, str)
         workers = self._runtime.registry.state.workers
-        names = sorted(name for name in workers if after is None or name > str(after[0]))
+        names = sorted(name for name in workers if after is None or name > after[0])
         page = [self._out(workers[name]) for name in names[:size]]
         await self._runtime.settled()
         return pb.ListWorkersResponse(

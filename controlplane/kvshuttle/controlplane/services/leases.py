@@ -66,7 +66,7 @@ class LeaseService(pb_grpc.LeaseServiceServicer):
         states = {checks.enum("states", state, LeaseState) for state in request.states}
         session_id = checks.text("session_id", request.session_id, checks.limits.session_id_chars)
         worker_id = checks.worker_id("worker_id", request.worker_id, required=False)
-        after = checks.page_token(request.page_token, 2)
+        after = checks.page_token(request.page_token, int, int)
         floor = tuple(after) if after else None
         only = tenant_or_all()
         page: list[Lease] = []

@@ -105,9 +105,7 @@ class Operations:
         if request.turn == 0:
             raise InvalidFieldError("turn", 0, "give the number that BeginTurn gave")
         number = request.turn
-        outcome = checks.enum("outcome", request.outcome, TurnOutcome)
-        if outcome is TurnOutcome.ABANDONED:
-            raise InvalidFieldError("outcome", outcome.name, "use COMPLETED, CANCELLED or FAILED")
+        outcome = checks.enum("outcome", request.outcome, TurnOutcome, never=TurnOutcome.ABANDONED)
         usage = self._usage(request.usage) if request.HasField("usage") else None
         hints = checks.hints(request.hints) if request.HasField("hints") else None
         token = checks.turn_token(request.turn_token)

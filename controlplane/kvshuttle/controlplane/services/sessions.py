@@ -89,9 +89,9 @@ class SessionService(pb_grpc.SessionServiceServicer):
         if request.state:
             state = checks.enum("state", request.state, SessionState)
         worker_id = checks.worker_id("worker_id", request.worker_id, required=False)
-        after = checks.page_token(request.page_token, 2)
+        after = checks.page_token(request.page_token, str, str)
         only = tenant_or_all()
-        floor = SessionKey(*map(str, after)) if after else SessionKey(only or "", "")
+        floor = SessionKey(*after) if after else SessionKey(only or "", "")
         keys, last = self._page(floor, size, only, state, worker_id)
         page = [self._operations.session(key) for key in keys]
         await self._runtime.settled()
