@@ -374,6 +374,53 @@ async def test_what_an_agent_says_can_always_be_told_again(town: Cluster) -> Non
     assert max(map(len, fallbacks)) <= 64
 
 
+@pytest.mark.parametrize("total", [0, 1, 1_000])
+async def test_no_part_of_a_pool_is_more_than_the_whole(total: int, cluster: Cluster) -> None:
+    _, decode = await cluster.pair()
+    request = workers.GetWorkerRequest(worker_id="d")
+    parts = ("free_blocks", "held_blocks", "quarantined_blocks")
+    most = (1 << 32) - 1
+    for clock, (said, shown) in enumerate([(most, total), (total + 1, total), (total, total)], 1):
+        pool = workers.PoolStats(total_blocks=total, holds=most, **dict.fromkeys(parts, said))
+        await decode.beat(clock, pool=pool)
+
+        async def worker() -> workers.Worker:
+            return (await cluster.cluster.GetWorker(request, timeout=T)).worker
+
+        known = await eventually(worker, lambda got, clock=clock: got.pool_clock == clock)
+        assert [getattr(known.pool, part) for part in parts] == [shown] * 3
+        assert (known.pool.total_blocks, known.pool.holds) == (total, most)
+
+
+async def test_events_beyond_a_messages_limit_are_dropped(town: Cluster) -> None:
+    decode = town.decode  # type: ignore[attr-defined]
+    most = Limits().events_per_message
+    filling = agents.AgentEvent(active=agents.LeaseActive(lease_id="never made"))
+
+    def dropped() -> float | None:
+        return town.server.metrics.registry.get_sample_value(
+            "kvshuttle_agent_events_dropped_total", {"reason": "MALFORMED"}
+        )
+
+    async def clock() -> int:
+        return (await town.cluster.GetWorker(request, timeout=T)).worker.pool_clock
+
+    request = workers.GetWorkerRequest(worker_id="d")
+    for name, before, lost in (("t", most - 1, 0), ("u", most, 1), ("v", most + 4, 5)):
+        begun = await town.begin(name)
+        offered = decode.replica(
+            hashes(name, 3), name, turn_token=begun.turn_token, leg=types.LEG_DECODE
+        )
+        events = [*[filling] * before, agents.AgentEvent(offered=offered)]
+        had = dropped() or 0
+        await decode._call.write(agents.ConnectRequest(events=agents.AgentEvents(events=events)))
+        # The next message is taken after it.
+        await decode.beat(5_000 + before)
+        await eventually(clock, lambda got, before=before: got == 5_000 + before)
+        assert (dropped() or 0) - had == lost
+        assert len((await town.session(name)).replicas) == (0 if lost else 1)
+
+
 async def test_an_agent_that_sends_no_message_is_told_so(town: Cluster) -> None:
     raw: Any = town.agents_channel.stream_stream("/kvshuttle.v1.AgentService/Connect")
     hello = town.agent("other", types.WORKER_ROLE_DECODE).hello

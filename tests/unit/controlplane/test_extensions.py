@@ -194,6 +194,20 @@ def test_only_the_source_that_was_asked_answers(world: World) -> None:
     assert not world.told(prefill, c.ExtendLeases)
 
 
+def test_no_more_can_be_missing_than_was_asked_for(world: World) -> None:
+    prefill, decode = world.pair()
+    leases = granted(world, prefill, decode, 2)
+    ask(world, prefill, leases)
+    (order,) = world.told(decode, c.ExtendLeases)
+    nonsense = np.arange(1_000, 1_003, dtype=np.uint64)
+    with pytest.raises(ValueError, match="3 leases are missing, of 2"):
+        world.agent(decode, "leases_extended", order.extension, nonsense)
+    assert not world.told(prefill, c.ExtendLeases)
+    world.agent(decode, "leases_extended", order.extension, seqs(world, leases[:1]))
+    (extend,) = world.told(prefill, c.ExtendLeases)
+    assert extend.seqs.tolist() == seqs(world, leases[1:]).tolist()
+
+
 def test_each_source_is_asked_for_its_own(world: World) -> None:
     prefill, decode = world.pair()
     leases = granted(world, prefill, decode, 2)

@@ -90,10 +90,12 @@ def _forget_old(w: Work) -> None:
 
 def extended(w: Work, ref: WorkerRef, number: int, missing: npt.NDArray[np.uint64]) -> None:
     """A source holds longer, all but what it does not have any more. What has ended or was stopped
-    meanwhile is left out again."""
+    meanwhile is left out again. ValueError if more is missing than was asked for."""
     asked = w.state.extensions.get(number)
     if asked is None or asked.source != ref:
         return
+    if len(missing) > len(asked.seqs):
+        raise ValueError(f"{len(missing)} leases are missing, of {len(asked.seqs)} to be extended")
     del w.state.extensions[number]
     destination = w.worker(asked.destination)
     late = w.now_ns - asked.asked_ns > w.limits.guard_ns

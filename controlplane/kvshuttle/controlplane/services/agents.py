@@ -391,12 +391,21 @@ class AgentService(pb_grpc.AgentServiceServicer):
             if kind == "heartbeat":
                 batch.heartbeat(heartbeat_in(request.heartbeat))
             elif kind == "events":
-                for item in request.events.events:
+                events, most = request.events.events, self._limits.events_per_message
+                for item in islice(events, most):
                     try:
                         apply_event(batch, item)
                     except Exception as error:
                         # One bad event must not lose the others of its batch.
                         self._dropped(stream, item, error)
+                if len(events) > most:
+                    self._metrics.events_dropped.labels("MALFORMED").inc(len(events) - most)
+                    log.warning(
+                        "agent_events_too_many",
+                        worker_id=stream.ref.worker_id,
+                        events=len(events),
+                        most=most,
+                    )
             return batch.finish()
 
         self._runtime.forget(event)

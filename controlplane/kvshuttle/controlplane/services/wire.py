@@ -149,12 +149,14 @@ def hello_in(message: pb.AgentHello) -> Hello:
 
 
 def _pool_in(message: cluster.PoolStats) -> PoolStats:
+    total = message.total_blocks
     return PoolStats(
-        total_blocks=message.total_blocks,
-        free_blocks=message.free_blocks,
-        held_blocks=message.held_blocks,
+        total_blocks=total,
+        # No part is more than the whole: shares of the pool are decided by, and shown.
+        free_blocks=min(message.free_blocks, total),
+        held_blocks=min(message.held_blocks, total),
         holds=message.holds,
-        quarantined_blocks=message.quarantined_blocks,
+        quarantined_blocks=min(message.quarantined_blocks, total),
         running_requests=message.running_requests,
         waiting_requests=message.waiting_requests,
         open_leases=message.open_leases,
