@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
+from msgspec.structs import replace
 
 from kvshuttle.v1 import agent_service_pb2 as agents
 from kvshuttle.v1 import cluster_service_pb2 as workers
@@ -12,7 +15,7 @@ from kvshuttle.v1 import session_service_pb2 as sessions
 from kvshuttle.v1 import types_pb2 as types
 from tests.integration.controlplane.agent import Agent
 from tests.integration.controlplane.conftest import Cluster, T
-from tests.integration.controlplane.status import reason
+from tests.integration.controlplane.status import details, reason
 from tests.integration.controlplane.test_turns import CHAIN, first_turn
 
 
@@ -212,4 +215,63 @@ async def test_what_is_remembered_is_bounded(cluster: Cluster) -> None:
         )
     state = cluster.server.registry.state
     (session,) = state.sessions.values()
-    assert session.requests == tuple(f"UpdateSession:r{n}" for n in (46, 47, 48, 49))
+    assert [name.partition(":")[2] for name in session.requests] == ["r46", "r47", "r48", "r49"]
+    assert all(name.startswith("UpdateSession#") for name in session.requests)
+
+
+async def test_an_id_given_to_another_call_of_its_kind_is_refused(cluster: Cluster) -> None:
+    """Not answered as if what it asks for had been done; and a repetition still is."""
+    prefill, decode = await cluster.pair()
+    lease = await granted(cluster, prefill, decode)
+    other = await cluster.agent("e", types.WORKER_ROLE_DECODE).connect()
+    renew = leases.RenewLeaseRequest(lease_id=lease.lease_id, request_id="a:b#c")
+    renew.ttl.FromSeconds(60)
+    longer = leases.RenewLeaseRequest(lease_id=lease.lease_id, request_id="a:b#c")
+    longer.ttl.FromSeconds(61)
+    update = sessions.UpdateSessionRequest(session_id="s", hints=hinted(60), request_id="a:b#c")
+    high = types.SessionHints(value=types.SESSION_VALUE_HIGH)
+    masked = sessions.UpdateSessionRequest(session_id="s", hints=hinted(60), request_id="a:b#c")
+    masked.update_mask.paths.append("value")
+    drain = workers.DrainWorkerRequest(worker_id="p", request_id="a:b#c")
+    undo = workers.DrainWorkerRequest(worker_id="p", undo=True, request_id="a:b#c")
+    fence = workers.FenceWorkerRequest(worker=other.ref, attestation="x", request_id="a:b#c")
+    later = types.WorkerRef(worker_id="e", incarnation=other.ref.incarnation + 1)
+    newer = workers.FenceWorkerRequest(worker=later, attestation="x", request_id="a:b#c")
+    calls: list[tuple[str, str, Any, list[Any]]] = [
+        ("leases", "RenewLease", renew, [longer]),
+        (
+            "sessions",
+            "UpdateSession",
+            update,
+            [
+                sessions.UpdateSessionRequest(session_id="s", hints=high, request_id="a:b#c"),
+                masked,
+            ],
+        ),
+        ("cluster", "DrainWorker", drain, [undo]),
+        ("cluster", "FenceWorker", fence, [newer]),
+    ]
+    for service, method, first, _ in calls:
+        await getattr(getattr(cluster, service), method)(first, timeout=T)
+    await cluster.sessions.UpdateSession(
+        sessions.UpdateSessionRequest(session_id="s", hints=high, request_id="q"), timeout=T
+    )
+    for restarted in (False, True):
+        if restarted:
+            await cluster.restart()
+        for service, method, first, others in calls:
+            call = getattr(getattr(cluster, service), method)
+            await call(first, timeout=T)
+            for request in others:
+                with pytest.raises(grpc.aio.AioRpcError) as refusal:
+                    await call(request, timeout=T)
+                assert refusal.value.code() is grpc.StatusCode.INVALID_ARGUMENT, method
+                assert details(refusal.value)["ErrorInfo"].metadata["field"] == "request_id"
+        session = await cluster.session()
+        assert session.hints.expected_idle.seconds == 60
+        assert session.hints.value == types.SESSION_VALUE_HIGH
+    # What was stored before ids had digests is repeated whatever it asks for.
+    state = cluster.server.registry.state
+    state.workers["p"] = replace(state.workers["p"], requests=("DrainWorker:a:b#c",))
+    await cluster.cluster.DrainWorker(undo, timeout=T)
+    assert state.workers["p"].draining

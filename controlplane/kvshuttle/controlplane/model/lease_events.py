@@ -19,6 +19,7 @@ from kvshuttle.controlplane.model.errors import (
     NotFoundError,
 )
 from kvshuttle.controlplane.model.lease import Lease
+from kvshuttle.controlplane.model.requests import repeated
 from kvshuttle.controlplane.model.terms import (
     BlockRange,
     Direction,
@@ -397,7 +398,7 @@ def renew(w: Work, lease_id: str, ttl_ns: int, request: str = "") -> Lease:
     lease = w.state.leases.get(lease_id)
     if lease is None:
         raise NotFoundError("lease", lease_id)
-    if request and request in lease.requests:
+    if repeated(lease.requests, request):
         return lease
     if not lease.open or lease.stop is not None:
         raise LeaseEndedError(

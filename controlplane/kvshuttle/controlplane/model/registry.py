@@ -108,11 +108,12 @@ class Registry:
         return Decision(turn_events.end(w, key, number, outcome, usage, hints, token), w.finish())
 
     def update_session(
-        self, now_ns: int, key: SessionKey, hints: Hints, request_id: str = ""
+        self, now_ns: int, key: SessionKey, hints: Hints, request_id: str = "", asked: object = None
     ) -> Decision[Session]:
-        """NotFoundError, SessionEndedError."""
+        """InvalidFieldError, NotFoundError, SessionEndedError. `hints` may have come from what the
+        session had: `asked` is what its caller gave, and gives again when it repeats the call."""
         w = self._work(now_ns)
-        turn_events.update(w, key, hints, request_name("UpdateSession", request_id))
+        turn_events.update(w, key, hints, request_name("UpdateSession", request_id, asked))
         effects = w.finish()
         return Decision(self.state.sessions[key], effects)
 
@@ -127,9 +128,10 @@ class Registry:
     def renew(
         self, now_ns: int, lease_id: str, ttl_ns: int, request_id: str = ""
     ) -> Decision[Lease]:
-        """NotFoundError, LeaseEndedError, LeaseNotGrantedError, BudgetExceededError."""
+        """InvalidFieldError, NotFoundError, LeaseEndedError, LeaseNotGrantedError,
+        BudgetExceededError."""
         w = self._work(now_ns)
-        request = request_name("RenewLease", request_id)
+        request = request_name("RenewLease", request_id, ttl_ns)
         return Decision(lease_events.renew(w, lease_id, ttl_ns, request), w.finish())
 
     def revoke(self, now_ns: int, lease_id: str, reason: str) -> Decision[Lease]:
@@ -156,17 +158,18 @@ class Registry:
     def drain(
         self, now_ns: int, worker_id: str, undo: bool, request_id: str = ""
     ) -> Decision[Worker]:
-        """NotFoundError."""
+        """InvalidFieldError, NotFoundError."""
         w = self._work(now_ns)
-        request = request_name("DrainWorker", request_id)
+        request = request_name("DrainWorker", request_id, undo)
         return Decision(worker_events.drain(w, worker_id, undo, request), w.finish())
 
     def fence(
         self, now_ns: int, ref: WorkerRef, attestation: str, request_id: str = ""
     ) -> Decision[Worker]:
-        """NotFoundError, IncarnationMismatchError."""
+        """InvalidFieldError, NotFoundError, IncarnationMismatchError."""
         w = self._work(now_ns)
-        request = request_name("FenceWorker", request_id)
+        # The attestation is evidence, not part of what is asked for.
+        request = request_name("FenceWorker", request_id, ref.incarnation)
         return Decision(worker_events.fence(w, ref, attestation, request), w.finish())
 
     # -- agents' events ------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from kvshuttle.controlplane.model.commands import (
     ReleaseReplica,
 )
 from kvshuttle.controlplane.model.errors import NotFoundError, NoWorkerError, SessionEndedError
+from kvshuttle.controlplane.model.requests import repeated
 from kvshuttle.controlplane.model.session import Placement, Plan, Session, Turn
 from kvshuttle.controlplane.model.terms import (
     Direction,
@@ -382,7 +383,7 @@ def update(w: Work, key: SessionKey, hints: Hints, request: str = "") -> Session
     session = w.state.sessions.get(key)
     if session is None:
         raise NotFoundError("session", key.session_id)
-    if request and request in session.requests:
+    if repeated(session.requests, request):
         return session
     if not session.active:
         raise SessionEndedError(f"session {key.session_id} has ended", session_id=key.session_id)
@@ -402,7 +403,7 @@ def end_session(w: Work, key: SessionKey, request: str = "") -> Session:
     session = w.state.sessions.get(key)
     if session is None:
         raise NotFoundError("session", key.session_id)
-    if not session.active or (request and request in session.requests):
+    if not session.active or repeated(session.requests, request):
         return session
     workers = {r.worker for r in w.state.replicas_of_session(key)}
     for turn in session.running():

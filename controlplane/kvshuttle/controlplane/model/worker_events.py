@@ -30,6 +30,7 @@ from kvshuttle.controlplane.model.errors import (
     NotFoundError,
     WorkerFencedError,
 )
+from kvshuttle.controlplane.model.requests import repeated
 from kvshuttle.controlplane.model.terms import LeaseState, WorkerRef, WorkerState
 from kvshuttle.controlplane.model.worker import Worker
 
@@ -240,7 +241,7 @@ def drain(w: Work, worker_id: str, undo: bool, request: str = "") -> Worker:
     """No new turns and no new leases; what is open goes on. A request that was made before changes
     nothing: the opposite may have been asked since."""
     worker = w.state.workers.get(worker_id)
-    if worker is not None and request and request in worker.requests:
+    if worker is not None and repeated(worker.requests, request):
         return worker
     if worker is None or worker.state is WorkerState.FENCED:
         raise NotFoundError("worker", worker_id)
@@ -261,7 +262,7 @@ def fence(w: Work, ref: WorkerRef, attestation: str, request: str = "") -> Worke
     worker = w.state.workers.get(ref.worker_id)
     if worker is None:
         raise NotFoundError("worker", ref.worker_id)
-    if request and request in worker.requests:
+    if repeated(worker.requests, request):
         return worker
     if worker.ref != ref and (_waited_for(w, ref) or push_events.writer_gone(w, ref)):
         _dead(w, ref, attestation)

@@ -137,9 +137,13 @@ class Operations:
         if session is None:
             raise NotFoundError("session", key.session_id)
         hints = self._checks.hints_masked(session.hints, request.hints, request.update_mask.paths)
+        asked = (
+            request.hints.SerializeToString(deterministic=True),
+            sorted(request.update_mask.paths),
+        )
         registry = self._runtime.registry
         return Operation(
-            lambda now: registry.update_session(now, key, hints, request_id),
+            lambda now: registry.update_session(now, key, hints, request_id, asked),
             lambda _: pb.UpdateSessionResponse(session=self.session(key)),
         )
 
