@@ -135,7 +135,9 @@ class AgentHello(_message.Message):
     role: _types_pb2.WorkerRole.ValueType
     """What the engine is used for."""
     url: _builtins.str
-    """Base URL of its OpenAI-compatible server, as gateways reach it."""
+    """Base URL of its OpenAI-compatible server, as gateways reach it: http or https, a host, and a port
+    and path if need be; no user, query or fragment.
+    """
     block_size: _builtins.int
     """Tokens in a block."""
     num_blocks: _builtins.int

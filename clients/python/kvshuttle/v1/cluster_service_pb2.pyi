@@ -269,7 +269,9 @@ class Worker(_message.Message):
     """Whether its agent can push and be pushed to."""
     pool_clock: _builtins.int
     """The worker's own clock, as in its heartbeats, just before it took `pool` and `counters`; 0
-    before its first heartbeat. `heartbeat_time` does not tell their age: any message renews that.
+    before its first heartbeat, and after a restart of the control plane until the next one. Compare
+    it within one boot of the worker (`ref.incarnation`) only: each begins where it likes.
+    `heartbeat_time` does not tell their age: any message renews that.
     """
     @_builtins.property
     def ref(self) -> _types_pb2.WorkerRef:

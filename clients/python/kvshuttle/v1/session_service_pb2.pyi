@@ -437,7 +437,7 @@ Global___Turn: _TypeAlias = Turn  # noqa: Y015
 
 @_typing.final
 class TurnUsage(_message.Message):
-    """What a turn cost, as its gateway saw it."""
+    """What a turn cost, as its gateway saw it. No more than 2^40 tokens of any kind."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -448,7 +448,9 @@ class TurnUsage(_message.Message):
     prompt_tokens: _builtins.int
     """Tokens of the prompt."""
     cached_tokens: _builtins.int
-    """Tokens of the prompt that prefill found in its own cache or got by a return."""
+    """Tokens of the prompt that prefill found in its own cache or got by a return. More than
+    `prompt_tokens` counts as all of them.
+    """
     output_tokens: _builtins.int
     """Tokens generated."""
     @_builtins.property
@@ -603,7 +605,7 @@ class BeginTurnRequest(_message.Message):
     request_id: _builtins.str
     """Makes a retry safe: the same id returns the same turn. At most 128 characters."""
     prompt_tokens_estimate: _builtins.int
-    """The prompt's length, if the caller knows or guesses it; 0 if not."""
+    """The prompt's length, if the caller knows or guesses it; 0 if not. At most 2^40."""
     return_policy: Global___ReturnPolicy.ValueType
     """Whether decode's KV may be returned."""
     traceparent: _builtins.str
