@@ -37,6 +37,27 @@ COMPLETED = session.TURN_OUTCOME_COMPLETED
 NOBODY = "http://127.0.0.1:9"
 
 
+# What workers may say of themselves, and no request can be sent to.
+NO_URLS = pytest.mark.parametrize(
+    "url",
+    [
+        "http://[::1",
+        "http://[zz]",
+        "http://x:abc",
+        "http://127.0.0.1:65536",
+        "http://a\x00b",
+        "http://user\n@127.0.0.1:9",
+        "http://\u2603\u00e9.invalid",
+        "http://xn--a",
+        "http://127.0.0.1:9/" + "a" * 70_000,
+        "http://",
+        "ftp://127.0.0.1:9",
+        "127.0.0.1:9",
+        "not a url",
+    ],
+)
+
+
 async def fallbacks(gateway: RunningGateway, reason: str) -> float:
     return await gateway.metric("kvshuttle_gateway_fallbacks_total", reason=reason)
 
@@ -95,6 +116,42 @@ async def test_decode_unreachable_is_placed_again_without_it(
     assert decode.received[0].token == "token-2"
     await eventually(lambda: len(control.ends) == 2, "two EndTurns")
     assert sorted(control.outcomes()) == [(1, FAILED), (2, COMPLETED)]
+
+
+@NO_URLS
+async def test_a_worker_whose_url_is_none_is_unreachable(
+    gateway: RunningGateway,
+    control: FakeControlPlane,
+    prefill: FakeEngine,
+    decode: FakeEngine,
+    url: str,
+) -> None:
+    control.placements = [
+        (("p", prefill.url), ("bad", url)),
+        (("p", prefill.url), ("d", decode.url)),
+        (("bad", url), ("d", decode.url)),
+    ]
+    control.workers = [
+        worker("bad", url, types.WORKER_ROLE_DECODE),
+        worker("d", decode.url, types.WORKER_ROLE_DECODE),
+    ]
+    seen = control.lists
+    await eventually(lambda: control.lists > seen + 1, "workers listed")
+    health = await gateway.http.get("/health")
+    models = await gateway.http.get("/v1/models")
+    decode_elsewhere = await gateway.chat()
+    no_prefill = await gateway.chat()
+
+    assert (health.status_code, health.json()["status"]) == (200, "degraded")
+    assert {one["worker_id"]: one["reachable"] for one in health.json()["engines"]} == {
+        "bad": False,
+        "d": True,
+    }
+    assert models.status_code == 200
+    assert decode_elsewhere.status_code == no_prefill.status_code == 200
+    assert decode_elsewhere.headers["x-kvshuttle-fallback"] == "DECODE_UNREACHABLE"
+    assert no_prefill.headers["x-kvshuttle-fallback"] == "PREFILL_UNREACHABLE"
+    assert decode.legs() == ["decode", "decode"]
 
 
 async def test_no_decode_at_all_ends_on_the_prefill_engine(

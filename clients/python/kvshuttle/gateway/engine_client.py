@@ -17,7 +17,20 @@ if TYPE_CHECKING:
 
 __all__ = ["EngineClient"]
 
-_parsed = functools.lru_cache(maxsize=1_024)(httpx.URL)
+_MAX_PORT = 65_535
+
+
+@functools.lru_cache(maxsize=1_024)
+def _parsed(url: str) -> httpx.URL:
+    """Raises httpx.ConnectError for what is no URL: nobody can be reached there."""
+    try:
+        parsed = httpx.URL(url)
+        # Reading the host decodes it, which may fail by itself.
+        if parsed.host and (parsed.port or 0) > _MAX_PORT:
+            raise ValueError(f"port {parsed.port} is above {_MAX_PORT}")
+    except (httpx.InvalidURL, ValueError) as error:
+        raise httpx.ConnectError(f"{url[:200]!r} is no URL of an engine: {error}") from error
+    return parsed
 
 
 class EngineClient:
