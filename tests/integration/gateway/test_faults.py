@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import pytest
 from google.rpc import code_pb2  # type: ignore[import-untyped, unused-ignore]
 
+from kvshuttle.gateway import limits
 from kvshuttle.v1 import session_service_pb2 as session
 from kvshuttle.v1 import types_pb2 as types
 from tests.integration.gateway.conftest import running_gateway
@@ -231,6 +232,43 @@ async def test_a_stream_that_ends_without_done_is_an_error(
 
     assert response.content.startswith(b"".join(EVENTS))
     assert b'"error"' in response.content[len(b"".join(EVENTS)) :]
+
+
+@pytest.mark.parametrize("before", [b"", EVENTS[0]])
+async def test_an_event_that_does_not_end_is_an_error(
+    gateway: RunningGateway,
+    control: FakeControlPlane,
+    decode: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    before: bytes,
+) -> None:
+    monkeypatch.setattr(limits, "EVENT_BYTES", 100_000)
+    decode.script = Script(only_event=before + b"data: " + b"a" * 1_000_000, no_done=True)
+    response = await gateway.chat(stream=True)
+
+    assert response.content.startswith(before)
+    error = json.loads(response.content[len(before) + len(b"data: ") :])["error"]
+    assert error["code"] == "engine_event_too_long"
+    assert "100000 bytes" in error["message"]
+    await asyncio.wait_for(decode.received[0].disconnected.wait(), 10)
+    await eventually(lambda: control.ends, "EndTurn")
+    assert control.outcomes() == [(1, FAILED)]
+
+
+async def test_a_stream_that_says_no_event_is_asked_elsewhere(
+    gateway: RunningGateway,
+    control: FakeControlPlane,
+    prefill: FakeEngine,
+    decode: FakeEngine,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(limits, "EVENT_BYTES", 100_000)
+    decode.script = Script(only_event=b"a" * 1_000_000, no_done=True)
+    control.placements = [(None, ("bad", decode.url)), (None, ("p", prefill.url))]
+    response = await gateway.chat(stream=True)
+
+    assert response.text.endswith("data: [DONE]\n\n")
+    assert response.headers["x-kvshuttle-fallback"] == "DECODE_UNREACHABLE"
 
 
 async def test_a_stream_that_goes_silent_ends(

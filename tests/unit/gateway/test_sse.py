@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 import itertools
+import time
+from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvshuttle.gateway.dialects import DIALECTS, Usage
-from kvshuttle.gateway.sse import EventPassthrough
+from kvshuttle.gateway import limits
+from kvshuttle.gateway.dialects import DIALECTS, Route, Usage
+from kvshuttle.gateway.legs import DecodeStream, EngineHttp, LegFailed
+from kvshuttle.gateway.liveness import Liveness
+from kvshuttle.gateway.metrics import Metrics
+from kvshuttle.gateway.settings import load
+from kvshuttle.gateway.sse import EventPassthrough, EventTooLongError
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Iterator
 
 STREAM = (
     b": hi\n\n"
@@ -93,3 +104,127 @@ def test_the_first_events_of_responses_are_no_tokens(parts: int, seen: tuple[boo
     events = EventPassthrough(DIALECTS["responses"])
     events.feed(b"\n\n".join(RESPONSES.split(b"\n\n")[:parts]) + b"\n\n")
     assert (events.saw_data, events.saw_done) == seen
+
+
+class Looked(bytearray):
+    """Counts the bytes that are looked through for a boundary or copied as a whole."""
+
+    count = 0
+
+    def __add__(self, other: Any) -> Looked:
+        Looked.count += len(self)
+        return Looked(bytearray(self) + other)
+
+    def __contains__(self, mark: Any) -> bool:
+        Looked.count += len(self)
+        return super().__contains__(mark)
+
+    def __getitem__(self, place: Any) -> Any:
+        return Looked(super().__getitem__(place))
+
+    def rfind(self, mark: Any, start: Any = 0, end: Any = None) -> int:
+        Looked.count += len(self) - start
+        return super().rfind(mark, start)
+
+
+@pytest.mark.parametrize("piece", [64, 1_448])
+def test_a_long_event_is_looked_through_once(piece: int) -> None:
+    event = b"data: " + b"a" * 300_000 + b"\n\n"
+    events = EventPassthrough(DIALECTS["chat"])
+    events._rest = Looked()
+    Looked.count = 0
+    events.feed(event[:1])
+    out = [events.feed(event[at : at + piece]) for at in range(1, len(event), piece)]
+    assert b"".join(out) == event
+    # For each of two boundaries, and a little again at each seam.
+    assert len(event) < Looked.count < 3 * len(event)
+
+
+def test_an_event_without_an_end_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(limits, "EVENT_BYTES", 1_000)
+    events = EventPassthrough(DIALECTS["chat"])
+    whole = b"data: " + b"a" * 900 + b"\n\n"
+    assert events.feed(whole + whole + whole) == whole * 3
+    assert events.feed(b"a" * 1_000) == b""
+    with pytest.raises(EventTooLongError, match="1000 bytes"):
+        events.feed(b"a")
+
+
+class Marks:
+    """A dialect's pattern that counts the bytes it is asked to look through."""
+
+    count = 0
+
+    def __init__(self, pattern: Any) -> None:
+        self._pattern = pattern
+
+    def search(self, text: Any, start: int = 0) -> Any:
+        Marks.count += len(text) - start
+        return self._pattern.search(text, start)
+
+
+def decode_stream(route: Route, pieces: Iterator[bytes]) -> DecodeStream:
+    async def body() -> AsyncIterator[bytes]:
+        for piece in pieces:
+            yield piece
+
+    async def probe(_url: str) -> None:
+        pass
+
+    settings = load([])
+    known = DIALECTS[route]
+    marks = {name: Marks(getattr(known, name)) for name in ("begun", "error", "end")}
+    return DecodeStream(
+        EngineHttp(settings, Metrics()),
+        Liveness(probe, settings.engine_hang_s),
+        "http://e",
+        httpx.Response(200, content=body()),
+        time.monotonic(),
+        settings,
+        type("Counted", (type(known),), marks)(),
+    )
+
+
+def in_pieces(text: bytes, size: int) -> Iterator[bytes]:
+    return (text[at : at + size] for at in range(0, len(text), size))
+
+
+BEFORE: dict[Route, bytes] = {
+    "chat": b": keep-alive\n\n",
+    "messages": b"event: ping\ndata: {}\n\n",
+    "responses": b'event: response.created\ndata: {"response":{}}\n\n',
+}
+
+
+@pytest.mark.parametrize("size", [1, 64, 1_448])
+@pytest.mark.parametrize("route", list(BEFORE))
+@pytest.mark.parametrize("junk", [b"", b"x" * 100_000, b"\n" * 50_000, b": hi\n\n" * 9_000])
+async def test_what_comes_before_the_first_token_is_looked_through_once(
+    route: Route, size: int, junk: bytes
+) -> None:
+    first = b'event: some.thing\ndata: {"a": 1}\n\n'
+    before = BEFORE[route] + junk + b"\n\n"
+    Marks.count = 0
+    stream = decode_stream(route, in_pieces(before + first + b"data: 2\n\n", size))
+    await stream.wait_for_first_token()
+    work = Marks.count
+    said = await stream.next_chunk()
+    await stream.close()
+
+    assert said is not None
+    assert said.startswith(before)
+    assert len(said) < len(before + first) + size
+    # Three patterns; a line's start again with each piece of it, the rest at its end.
+    assert work < 6 * len(said) + 3 * 1_024 * 1_024 * (size == 1) + 200_000
+
+
+@pytest.mark.parametrize("route", list(BEFORE))
+async def test_a_stream_that_never_begins_is_given_up(
+    route: Route, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(limits, "EVENT_BYTES", 10_000)
+    stream = decode_stream(route, in_pieces(BEFORE[route] + b"x" * 20_000, 100))
+    with pytest.raises(LegFailed, match="10000 bytes before the first token") as raised:
+        await stream.wait_for_first_token()
+    await stream.close()
+    assert raised.value.failure == "broke_off"

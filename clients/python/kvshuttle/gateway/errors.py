@@ -176,6 +176,17 @@ def engine_broke_off(status: int = 502) -> ApiError:
     )
 
 
+def event_too_long(limit_bytes: int) -> ApiError:
+    """502: what the engine streams has no end in sight."""
+    return ApiError(
+        502,
+        f"The engine sent an event of more than {limit_bytes} bytes. Ask for a shorter answer or "
+        "fewer log probabilities, or without `stream`.",
+        kind="bad_gateway_error",
+        code="engine_event_too_long",
+    )
+
+
 def internal_error() -> ApiError:
     """500: a defect of the gateway."""
     return ApiError(

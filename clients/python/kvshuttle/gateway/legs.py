@@ -11,6 +11,7 @@ from urllib.parse import quote
 
 import httpx
 
+from kvshuttle.gateway import limits
 from kvshuttle.gateway.dialects import DIALECTS
 from kvshuttle.gateway.engine_client import EngineClient
 from kvshuttle.gateway.liveness import Liveness
@@ -33,6 +34,9 @@ _OWN_HEADERS = {
     # Answers go to the client as they are, and their usage is read: no compression.
     b"accept-encoding": b"identity",
 }
+
+# The marks of a stream's lines, such as an event's name, are within so much of its start.
+_LINE_START_BYTES = 1_024
 
 Failure = Literal["unreachable", "dropped", "hung", "timeout", "broke_off"]
 
@@ -253,19 +257,38 @@ class DecodeStream:
         """
         try:
             async with asyncio.timeout(self._whole_s) as self._watch.scope:
-                self._first = await self._next()
-                while self._first is not None and not self._has_begun(self._first):
-                    if (chunk := await self._next()) is None:
-                        break
-                    self._first += chunk
+                self._first = await self._until_begun()
         except TimeoutError as error:
             failed = _timed_out(self.url, self._watch, "no first token")
             self._result = failed.failure
             raise failed from error
 
-    def _has_begun(self, events: bytes) -> bool:
+    async def _until_begun(self) -> bytes | None:
+        """All that comes until tokens have begun, or until the stream's end. However small its
+        pieces and however long its lines are, its bytes are not looked at again with each piece."""
+        said = bytearray()
+        line = 0
+        while (chunk := await self._next()) is not None:
+            seen = len(said)
+            said += chunk
+            newline = said.rfind(b"\n", seen)
+            # What a line is stands at its start. Once that was looked at, its end is waited for.
+            due = newline >= 0 or seen - line < _LINE_START_BYTES
+            if due and self._has_begun(said, line):
+                break
+            if newline >= 0:
+                line = newline + 1
+            if len(said) > limits.EVENT_BYTES:
+                self._result = "broke_off"
+                cause = f"more than {limits.EVENT_BYTES} bytes before the first token"
+                raise LegFailed("broke_off", self.url, cause)
+        return bytes(said) or None
+
+    def _has_begun(self, events: bytearray, start: int) -> bool:
+        """Whether tokens have begun in the lines from `start` on."""
         dialect = self._dialect
-        return any(mark.search(events) for mark in (dialect.begun, dialect.error, dialect.end))
+        marks = (dialect.begun, dialect.error, dialect.end)
+        return any(mark.search(events, start) for mark in marks)
 
     async def next_chunk(self) -> bytes | None:
         """The next bytes as they came, None at the regular end. Raises LegFailed."""

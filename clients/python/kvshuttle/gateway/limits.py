@@ -1,4 +1,4 @@
-"""What the gateway remembers at most, and of how much of an answer it takes note."""
+"""What the gateway remembers at most, and how much of an answer it takes note of or keeps back."""
 
 from __future__ import annotations
 
@@ -16,3 +16,8 @@ has several."""
 HEARD_CHARS = 1 << 20
 """Of an answer. One that is longer is not taken note of; the next turn is recognized by its prompt
 alone."""
+
+EVENT_BYTES = 16 << 20
+"""Of a stream, kept back until its event is whole: an engine that never ends one would take all
+memory. The largest that engines mean are a response's last event, which repeats all of it, and log
+probabilities of a long answer: a few MiB. Also what a stream may say before its first token."""

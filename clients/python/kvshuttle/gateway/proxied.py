@@ -79,12 +79,12 @@ class ProxiedEndpoints:
 
     async def _count_tokens(self, request: Request, tenant: str) -> Response:
         limit = self._gateway.settings.max_body_bytes
-        raw = b""
+        raw = bytearray()
         async for chunk in request.stream():
             raw += chunk
             if len(raw) > limit:
                 raise errors.body_too_large(limit)
-        answer = await self._anywhere(request, tenant, raw)
+        answer = await self._anywhere(request, tenant, bytes(raw))
         if answer.status_code >= 400:
             body = DIALECTS["messages"].engine_error(answer.status_code, bytes(answer.body))
             return Response(body, answer.status_code, media_type=answer.media_type)

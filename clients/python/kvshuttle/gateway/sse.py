@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvshuttle.gateway import limits
 from kvshuttle.gateway.body import TRANSFER_PARAMS as _INSIDE
 from kvshuttle.gateway.jsonspans import with_nulls
 from kvshuttle.gateway.usage import with_true_usage
@@ -13,9 +14,15 @@ if TYPE_CHECKING:
 
     from kvshuttle.gateway.dialects import Dialect, Usage
 
-__all__ = ["EventPassthrough"]
+__all__ = ["EventPassthrough", "EventTooLongError"]
 
 _BOUNDARIES = (b"\n\n", b"\r\n\r\n")
+# A boundary that ends in a new piece may have begun so far before it.
+_OVERLAP = max(map(len, _BOUNDARIES)) - 1
+
+
+class EventTooLongError(Exception):
+    """An event of the engine's is longer than the gateway keeps back."""
 
 
 class EventPassthrough:
@@ -29,7 +36,7 @@ class EventPassthrough:
         """`found` is asked at each usage that comes by: what the prefill leg found, if known."""
         self._dialect = dialect
         self._found = found
-        self._rest = b""
+        self._rest = bytearray()
         self.usage: Usage | None = None
         # What was passed on last, whole events.
         self.last = b""
@@ -44,15 +51,24 @@ class EventPassthrough:
         return self.saw_done or (self.saw_error and self._dialect.error_ends)
 
     def feed(self, chunk: bytes) -> bytes:
-        """What may be sent on: complete events only, possibly none."""
-        data = self._rest + chunk if self._rest else chunk
-        end = max(data.rfind(mark) + len(mark) if mark in data else 0 for mark in _BOUNDARIES)
-        ready, self._rest = data[:end], data[end:]
+        """What may be sent on: complete events only, possibly none. Raises EventTooLongError."""
+        rest = self._rest
+        # What is kept back has no boundary in it: only what is new is looked through.
+        start = max(0, len(rest) - _OVERLAP)
+        rest += chunk
+        end = max(
+            (at + len(mark) for mark in _BOUNDARIES if (at := rest.rfind(mark, start)) >= 0),
+            default=0,
+        )
+        ready = bytes(rest[:end])
+        del rest[:end]
+        if len(rest) > limits.EVENT_BYTES:
+            raise EventTooLongError(f"an event of more than {limits.EVENT_BYTES} bytes")
         return self._noted(ready) if ready else ready
 
     def finish(self) -> bytes:
         """What is left at the regular end of the stream."""
-        rest, self._rest = self._rest, b""
+        rest, self._rest = bytes(self._rest), bytearray()
         return self._noted(rest) if rest else rest
 
     def _noted(self, events: bytes) -> bytes:

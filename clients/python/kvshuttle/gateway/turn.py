@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 import structlog
 
-from kvshuttle.gateway import errors, report
+from kvshuttle.gateway import errors, limits, report
 from kvshuttle.gateway.answer import ClientAnswer, ClientStalled
 from kvshuttle.gateway.body import without_kv_params
 from kvshuttle.gateway.dialects.responses import response_id
 from kvshuttle.gateway.legs import LegFailed
 from kvshuttle.gateway.placing import OUTCOMES, Placing, PrefillRefused
-from kvshuttle.gateway.sse import EventPassthrough
+from kvshuttle.gateway.sse import EventPassthrough, EventTooLongError
 from kvshuttle.gateway.stored import StoredResponse
 from kvshuttle.gateway.usage import with_true_usage
 from kvshuttle.v1 import session_service_pb2 as session
@@ -153,7 +153,8 @@ class TurnRun:
         dialect = self.request.body.dialect
         events = self._events = EventPassthrough(dialect, self._placing.found)
         await self._answer.start(stream.status, stream.headers)
-        broken: LegFailed | None = None
+        broken: LegFailed | EventTooLongError | None = None
+        error = errors.engine_broke_off()
         named = commented = False
         try:
             while (chunk := await stream.next_chunk()) is not None:
@@ -172,6 +173,8 @@ class TurnRun:
                         self._note_first_token(stream=True)
         except LegFailed as failed:
             broken = failed
+        except EventTooLongError as failed:
+            broken, error = failed, errors.event_too_long(limits.EVENT_BYTES)
         self._placing.cost.decode = events.usage
         if broken is None or events.ended:
             rest = events.finish() if broken is None else b""
@@ -191,9 +194,7 @@ class TurnRun:
             session=self.request.identity.session_id,
             turn=self._placing.turn.turn if self._placing.turn is not None else None,
         )
-        await self._answer.body(
-            dialect.error_event(errors.engine_broke_off(), events.last), more=False
-        )
+        await self._answer.body(dialect.error_event(error, events.last), more=False)
         return session.TURN_OUTCOME_FAILED
 
     def _hear(self, events: EventPassthrough, ready: bytes) -> None:
