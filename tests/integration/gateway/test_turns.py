@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from kvshuttle.v1 import session_service_pb2 as session
 from tests.integration.gateway.conftest import CHAT
 from tests.integration.gateway.fake_engine import DONE, EVENTS, Script
@@ -107,6 +109,30 @@ async def test_stream_is_passed_through_byte_for_byte(
     tokens = "kvshuttle_gateway_prompt_tokens_total"
     assert await gateway.metric(tokens, source="cached") == cached
     assert await gateway.metric(tokens, source="computed") == 20 - cached
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("value", [10**30, 2**70, 2**64, 2**40 + 1])
+async def test_a_turn_whose_engine_counts_wrong_ends_all_the_same(
+    gateway: RunningGateway,
+    control: FakeControlPlane,
+    prefill: FakeEngine,
+    decode: FakeEngine,
+    stream: bool,
+    value: int,
+) -> None:
+    names = ("prompt_tokens", "completion_tokens", "total_tokens")
+    usage = {**dict.fromkeys(names, value), "prompt_tokens_details": {"cached_tokens": value}}
+    prefill.script = Script(usage=usage)
+    event = b"data: " + json.dumps({"choices": [], "usage": usage}).encode() + b"\n\n"
+    decode.script = Script(usage=usage, last_event=event)
+    response = await gateway.chat(stream=stream)
+
+    assert response.status_code == 200
+    await eventually(lambda: control.ends, "EndTurn")
+    assert control.outcomes() == [(1, session.TURN_OUTCOME_COMPLETED)]
+    told = control.ends[0].usage
+    assert (told.prompt_tokens, told.cached_tokens, told.output_tokens) == (0, 0, 0)
 
 
 async def test_usage_of_a_stream_is_reported(

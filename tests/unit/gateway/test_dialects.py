@@ -11,6 +11,7 @@ from kvshuttle.gateway import errors
 from kvshuttle.gateway.body import RequestBody, estimate_prompt_tokens, leg_body, parse
 from kvshuttle.gateway.dialects import DIALECTS, Route, Usage
 from kvshuttle.gateway.dialects.responses import response_id
+from kvshuttle.gateway.usage import TurnCost, usage_of
 
 FUNCTION = {"type": "function", "name": "f", "parameters": {"type": "object"}}
 FULL: dict[Route, dict[str, Any]] = {
@@ -152,3 +153,72 @@ def test_vllm_takes_both_legs() -> None:
             read = kind.model_validate_json(raw)
             assert read.kv_transfer_params == {"kvshuttle": {"turn_token": "t", "leg": leg}}
             assert bool(read.stream) is (leg == "decode")
+
+
+USAGES: dict[Route, dict[str, Any]] = {
+    "chat": {
+        "prompt_tokens": 20,
+        "completion_tokens": 5,
+        "prompt_tokens_details": {"cached_tokens": 16, "created_cache_tokens": 4},
+    },
+    "responses": {
+        "input_tokens": 20,
+        "output_tokens": 5,
+        "input_tokens_details": {"cached_tokens": 16, "cache_write_tokens": 4},
+    },
+    "messages": {
+        "input_tokens": 1,
+        "output_tokens": 5,
+        "cache_read_input_tokens": 16,
+        "cache_creation_input_tokens": 3,
+    },
+}
+MOST = 1 << 40
+NO_COUNTS = [MOST + 1, 2**64, 2**70, 10**30, -1, True, 1.5, 1e300, "7", None, [], {"a": 1}]
+
+
+def cost(route: Route, usage: dict[str, Any]) -> dict[str, int]:
+    """What the control plane is told, of a usage that either leg has."""
+    found = usage_of(json.dumps({"usage": usage}).encode(), DIALECTS[route])
+    made = TurnCost(prefill=found, decode=found).message()
+    assert made == TurnCost(decode=found).message()
+    names = ("prompt_tokens", "cached_tokens", "output_tokens")
+    return {name: getattr(made, name) for name in names}
+
+
+@pytest.mark.parametrize("route", list(USAGES))
+def test_a_usage_is_told_as_it_is(route: Route) -> None:
+    assert cost(route, USAGES[route]) == {
+        "prompt_tokens": 20,
+        "cached_tokens": 16,
+        "output_tokens": 5,
+    }
+
+
+@pytest.mark.parametrize("value", NO_COUNTS, ids=repr)
+@pytest.mark.parametrize("route", list(USAGES))
+def test_what_cannot_be_a_count_is_not_told(route: Route, value: Any) -> None:
+    usage = USAGES[route]
+    changed = [{**usage, name: value} for name in usage]
+    for name, known in usage.items():
+        if isinstance(known, dict):
+            changed.extend({**usage, name: {**known, inner: value}} for inner in known)
+    for one in changed:
+        told = cost(route, one)
+        assert told["cached_tokens"] <= told["prompt_tokens"] <= 20
+        assert told["output_tokens"] in (0, 5)
+    assert set(cost(route, dict.fromkeys(usage, value)).values()) == {0}
+
+
+@pytest.mark.parametrize("route", list(USAGES))
+def test_the_largest_counts_are_told(route: Route) -> None:
+    told = cost(route, {name: MOST for name, one in USAGES[route].items() if isinstance(one, int)})
+    assert told["output_tokens"] == MOST
+    # Of messages it is the sum of three, which is no count any more.
+    assert told["prompt_tokens"] == (0 if route == "messages" else MOST)
+
+
+def test_more_cannot_have_been_found_than_there_was() -> None:
+    found = Usage(prompt=20, cached=21, output=5)
+    assert TurnCost(prefill=found).message().cached_tokens == 0
+    assert TurnCost(decode=found).message().prompt_tokens == 20

@@ -109,21 +109,21 @@ def test_the_first_events_of_responses_are_no_tokens(parts: int, seen: tuple[boo
 class Looked(bytearray):
     """Counts the bytes that are looked through for a boundary or copied as a whole."""
 
-    count = 0
+    looked = 0
 
     def __add__(self, other: Any) -> Looked:
-        Looked.count += len(self)
+        Looked.looked += len(self)
         return Looked(bytearray(self) + other)
 
     def __contains__(self, mark: Any) -> bool:
-        Looked.count += len(self)
+        Looked.looked += len(self)
         return super().__contains__(mark)
 
     def __getitem__(self, place: Any) -> Any:
         return Looked(super().__getitem__(place))
 
     def rfind(self, mark: Any, start: Any = 0, end: Any = None) -> int:
-        Looked.count += len(self) - start
+        Looked.looked += len(self) - start
         return super().rfind(mark, start)
 
 
@@ -132,12 +132,12 @@ def test_a_long_event_is_looked_through_once(piece: int) -> None:
     event = b"data: " + b"a" * 300_000 + b"\n\n"
     events = EventPassthrough(DIALECTS["chat"])
     events._rest = Looked()
-    Looked.count = 0
+    Looked.looked = 0
     events.feed(event[:1])
     out = [events.feed(event[at : at + piece]) for at in range(1, len(event), piece)]
     assert b"".join(out) == event
     # For each of two boundaries, and a little again at each seam.
-    assert len(event) < Looked.count < 3 * len(event)
+    assert len(event) < Looked.looked < 3 * len(event)
 
 
 def test_an_event_without_an_end_is_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,3 +21,7 @@ EVENT_BYTES = 16 << 20
 """Of a stream, kept back until its event is whole: an engine that never ends one would take all
 memory. The largest that engines mean are a response's last event, which repeats all of it, and log
 probabilities of a long answer: a few MiB. Also what a stream may say before its first token."""
+
+TOKENS = 1 << 40
+"""In one count of an engine's: more than all engines compute in years, so what is above it is no
+count; and the control plane takes no more."""

@@ -28,9 +28,11 @@ class TurnCost:
     def message(self) -> session.TurnUsage:
         """For the control plane."""
         prompt = self.prefill or self.decode or Usage()
+        cached = prompt.cached or 0
         usage = session.TurnUsage(
             prompt_tokens=prompt.prompt,
-            cached_tokens=prompt.cached or 0,
+            # More than there was to find cannot have been found.
+            cached_tokens=cached if cached <= prompt.prompt else 0,
             output_tokens=self.decode.output if self.decode is not None else 0,
         )
         if self.time_to_first_token_s is not None:

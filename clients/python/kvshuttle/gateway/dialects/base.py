@@ -7,6 +7,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from kvshuttle.gateway import limits
 from kvshuttle.gateway.dialects.said import plain
 
 if TYPE_CHECKING:
@@ -125,8 +126,10 @@ class Dialect:
 
 
 def count(value: Any) -> int | None:
-    """A count of tokens, if it is one."""
-    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
+    """A count of tokens, if it is one; what cannot be one is as good as not told."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        return None
+    return value if 0 <= value <= limits.TOKENS else None
 
 
 def estimate(*parts: Any) -> int:

@@ -73,7 +73,7 @@ class Messages(Dialect):
         created = count(usage.get("cache_creation_input_tokens"))
         rest = count(usage.get("input_tokens")) or 0
         return Usage(
-            rest + (cached or 0) + (created or 0),
+            count(rest + (cached or 0) + (created or 0)) or 0,
             cached,
             created,
             count(usage.get("output_tokens")) or 0,
