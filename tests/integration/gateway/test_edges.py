@@ -108,6 +108,51 @@ async def test_endless_headers_are_cut_off(control: FakeControlPlane, junk: byte
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["param"] == "headers"
 
 
+MOST = 65_536
+GET = b"GET /metrics HTTP/1.1\r\nhost: x\r\nconnection: close\r\n"
+FIRST = b"GET /metrics HTTP/1.1\r\nhost: x\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("junk", "size"),
+    [
+        (b"a", MOST + 1),
+        (b"a", 66_000),
+        (b"a", 70_000),
+        (b"a", 200_000),
+        (b"a\r\nx-j: ", MOST + 1),
+        (b"a\r\nx-j: ", 9_000 * 8),
+        (b" ", MOST + 1),
+        (b" ", 200_000),
+    ],
+)
+async def test_a_head_that_comes_whole_is_measured_too(
+    control: FakeControlPlane, junk: bytes, size: int
+) -> None:
+    def head(size: int) -> bytes:
+        room = size - len(GET) - len(b"x-j: a\r\n\r\n")
+        filled = (junk * room)[:room] if len(junk) == 1 else junk * (room // len(junk))
+        return GET + b"x-j: " + filled.ljust(room, junk[:1]) + b"a\r\n\r\n"
+
+    assert len(head(size)) == size
+    async with running_gateway(control_plane=control.target) as gateway:
+        assert (await _say(gateway, head(MOST))).startswith(b"HTTP/1.1 200 ")
+        answer = await _say(gateway, head(size))
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")
+        assert answer != b"" or size > 100_000
+        # Behind another request, in one piece with it.
+        if junk != b" ":
+            answer = await _say(gateway, FIRST + head(size))
+            assert b"connection: close" not in answer.partition(b"HTTP/1.1 431 ")[0]
+        assert (await _say(gateway, FIRST + head(MOST))).count(b"HTTP/1.1 200 ") == 2
+
+
+async def test_a_body_does_not_count_as_a_head(gateway: RunningGateway) -> None:
+    messages = [{"role": "user", "content": "x" * 300_000}]
+    for _ in range(2):
+        assert (await gateway.chat(messages=messages)).status_code == 200
+
+
 @pytest.mark.parametrize("head", [b"", LINE])
 async def test_headers_that_do_not_come_close_the_connection(
     control: FakeControlPlane, head: bytes

@@ -14,6 +14,10 @@ if TYPE_CHECKING:
 _REASONS = {408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
+class _HeadTooLong(Exception):  # noqa: N818 - a way out of the parser
+    """Makes the parser stop."""
+
+
 class BoundedHttp(HttpToolsProtocol):
     """Refuses a head that is too long, and one that is not whole in time.
 
@@ -27,6 +31,9 @@ class BoundedHttp(HttpToolsProtocol):
         super().__init__(*args, **kwargs)
         self._in_head = True
         self._head_bytes = 0
+        # The same by its parts, for a head that began in one piece with the request before it.
+        self._named_bytes = 0
+        self._behind = False
         self._head_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -38,30 +45,51 @@ class BoundedHttp(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self.transport.is_closing():
-            return
-        if self._in_head:
-            # What comes with the head in one piece counts too, so look before it is parsed: the
-            # socket hands over at most 256 KiB at once.
-            self._head_bytes += len(data)
+        # A head that is still not whole after as many bytes as it may have is too long. What comes
+        # with it in one piece is parsed only after that.
+        while data and self._in_head and not self.transport.is_closing():
+            room = self.max_head_bytes - self._head_bytes
+            if room <= 0:
+                self._refuse_long_head()
+                return
+            if not self._named_bytes:
+                self._behind = False
+            piece, data = data[:room], data[room:]
+            self._head_bytes += len(piece)
             self._watch_head()
-        super().data_received(data)
-        if self._in_head and self._head_bytes > self.max_head_bytes:
-            self._refuse(
-                431,
-                f"The request's line and headers are longer than {self.max_head_bytes} bytes. Send "
-                "fewer or shorter headers; what is long belongs into the body.",
-            )
+            super().data_received(piece)
+        if data and not self.transport.is_closing():
+            super().data_received(data)
+
+    def on_url(self, url: bytes) -> None:
+        self._named_bytes += len(url)
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        self._named_bytes += len(name) + len(value) + len(b": \r\n")
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._named_bytes += len(self.parser.get_method()) + len(b"  HTTP/1.1\r\n\r\n")
+        if self._is_named_long():
+            raise _HeadTooLong
         self._in_head = False
         self._unwatch_head()
         super().on_headers_complete()
 
+    def send_400_response(self, msg: str) -> None:
+        if self._is_named_long():
+            self._refuse_long_head()
+        else:
+            super().send_400_response(msg)
+
+    def _is_named_long(self) -> bool:
+        return self._behind and self._named_bytes > self.max_head_bytes
+
     def on_message_complete(self) -> None:
         # What follows on this connection is the next request's head.
-        self._in_head = True
-        self._head_bytes = 0
+        self._in_head = self._behind = True
+        self._head_bytes = self._named_bytes = 0
         super().on_message_complete()
 
     def _watch_head(self) -> None:
@@ -80,6 +108,13 @@ class BoundedHttp(HttpToolsProtocol):
             self._watch_head()
             return
         self._refuse(408, "The request's headers did not arrive in time. Send it again.")
+
+    def _refuse_long_head(self) -> None:
+        self._refuse(
+            431,
+            f"The request's line and headers are longer than {self.max_head_bytes} bytes. Send "
+            "fewer or shorter headers; what is long belongs into the body.",
+        )
 
     def _refuse(self, status: int, message: str) -> None:
         self._unwatch_head()
