@@ -311,6 +311,34 @@ def test_a_connection_that_cannot_be_is_one_line_at_the_start(
     assert len(said.splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", ["none/ready", "", "file/ready", "x" * 300])
+def test_a_ready_file_that_cannot_be_is_one_line_at_the_start(
+    name: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    path = tmp_path / name
+    assert main(["--port", "0", "--ready-file", str(path)]) == 2
+    said = capfd.readouterr().err
+    assert said.startswith(f"kvshuttle-gateway: --ready-file '{path}': ")
+    assert len(said.splitlines()) == 1
+    assert [one.name for one in tmp_path.iterdir()] == ["file"]
+
+
+def test_a_config_file_that_cannot_be_is_one_line_at_the_start(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "gateway.yaml"
+    for content in (b"- port", b"host: \xff", b"port: [", None):
+        if content is None:
+            file.unlink()
+        else:
+            file.write_bytes(content)
+        assert main(["--config", str(file)]) == 2
+        said = capfd.readouterr().err
+        assert said.startswith(f"kvshuttle-gateway: config file {file} ")
+        assert len(said.splitlines()) == 1
+
+
 async def test_as_a_process(control: FakeControlPlane, decode: FakeEngine, tmp_path: Path) -> None:
     """Ready file, a request, SIGTERM with a drain, exit status 0, and no secrets in the log."""
     control.placements = [(None, ("d", decode.url))]

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from kvshuttle.controlplane.settings import load as load_control_plane
 from kvshuttle.gateway.auth import Authenticator, KeyFileError
-from kvshuttle.gateway.settings import GatewaySettings, load
+from kvshuttle.gateway.settings import ConfigFileError, GatewaySettings, load
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,7 +41,12 @@ def test_flags_repeat() -> None:
     [
         (["--host", "0.0.0.0"], "api_keys_file"),
         (["--decode-url", "10.0.0.1:8000"], "base URL"),
+        (["--decode-url", "http://[::1"], "base URL"),
+        (["--prefill-url", "http://x:abc"], "base URL"),
+        (["--prefill-url", "http://"], "base URL"),
         (["--begin-turn-timeout-s", "0"], "greater than 0"),
+        (["--control-plane", ""], "host:port"),
+        (["--control-plane", " "], "host:port"),
     ],
 )
 def test_refused(argv: list[str], word: str) -> None:
@@ -58,8 +63,52 @@ def test_exposed_on_purpose() -> None:
 
 
 def test_config_file_must_exist(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="does not exist"):
+    with pytest.raises(ConfigFileError, match="does not exist"):
         load(["--config", str(tmp_path / "none.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("content", "word"),
+    [
+        (b"- port\n- 1\n", "must map"),
+        (b"port", "must map"),
+        (b"7", "must map"),
+        (b"1: 2", "must map"),
+        (b"port: [", "neither YAML nor JSON"),
+        (b"port: 1\nhost: \xff", "UTF-8"),
+        (b"host: \x00", "neither YAML nor JSON"),
+        (b"[" * 50_000, "neither YAML nor JSON"),
+    ],
+)
+def test_a_config_file_must_hold_settings(tmp_path: Path, content: bytes, word: str) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigFileError, match=word) as raised:
+        load(["--config", str(file)])
+    assert str(file) in str(raised.value)
+
+
+def test_a_config_file_may_hold_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.yaml"
+    file.write_bytes(b"# nothing yet\n")
+    assert load(["--config", str(file)]).port == 8080
+
+
+@pytest.mark.parametrize(
+    "key", ["a\nb", "a\r\nx-b: c", "a\x00", "\x7f", "a\tb", "a ", " a", "\n", "\udcff", "a\x85b"]
+)
+def test_a_key_that_no_header_can_carry_is_refused(key: str) -> None:
+    with pytest.raises(ValidationError, match="no HTTP header can carry") as raised:
+        load(["--engine-api-key", key])
+    (problem,) = raised.value.errors()
+    assert problem["loc"] == ("engine_api_key",)
+
+
+@pytest.mark.parametrize("key", ["k-1", "a b", "né", "~!@#$%^&*()", "\u2603"])
+def test_other_keys_are_taken(key: str) -> None:
+    taken = load(["--engine-api-key", key]).engine_api_key
+    assert taken is not None
+    assert taken.get_secret_value() == key
 
 
 def test_help_explains_every_setting(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from kvshuttle.gateway import logs
 from kvshuttle.gateway.auth import KeyFileError
-from kvshuttle.gateway.server import GatewayServer
-from kvshuttle.gateway.settings import load
+from kvshuttle.gateway.server import GatewayServer, ReadyFileError
+from kvshuttle.gateway.settings import ConfigFileError, load
 from kvshuttle.tracing import TracingError
 
 if TYPE_CHECKING:
@@ -29,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             name = "_".join(map(str, problem["loc"]))
             print(f"kvshuttle-gateway: {name or 'settings'}: {problem['msg']}", file=sys.stderr)  # noqa: T201
         return 2
+    except ConfigFileError as error:
+        print(f"kvshuttle-gateway: {error}", file=sys.stderr)  # noqa: T201
+        return 2
     logs.configure(settings)
     try:
         settings.client_options().check(settings.control_plane)
@@ -41,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             server = GatewayServer(settings)
             runner.run(server.run_until_stopped())
-    except (KeyFileError, TracingError, ValueError) as error:
+    except (KeyFileError, ReadyFileError, TracingError, ValueError) as error:
         print(f"kvshuttle-gateway: {error}", file=sys.stderr)  # noqa: T201
         return 2
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -35,6 +36,10 @@ _CLIENT_KEEPALIVE_S = 75
 _NOTICE_STEP_S = 0.05
 
 
+class ReadyFileError(Exception):
+    """The ready file cannot be written; the text says why."""
+
+
 class GatewayServer(uvicorn.Server):
     """uvicorn's server on a socket of its own. SIGTERM and SIGINT stop it after a drain; a second
     SIGINT stops it at once."""
@@ -54,6 +59,8 @@ class GatewayServer(uvicorn.Server):
                 timeout_graceful_shutdown=max(1, round(settings.drain_timeout_s)),
             )
         )
+        if settings.ready_file is not None:
+            _check_ready_file(settings.ready_file)
         self._socket = _listen(settings.host, settings.port)
 
     @property
@@ -122,8 +129,28 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
+def _check_ready_file(path: Path) -> None:
+    """Finds out at the start whether it can be written. Raises ReadyFileError."""
+    try:
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        partial = _partial(path)
+        partial.touch()
+        partial.unlink()
+    except (OSError, ValueError) as error:
+        reason = (error.strerror if isinstance(error, OSError) else None) or error
+        raise ReadyFileError(
+            f"--ready-file {str(path)!r}: {reason}. Give a file in a directory that exists and can "
+            "be written."
+        ) from error
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{os.getpid()}")
+
+
 def _write_ready_file(path: Path, url: str) -> None:
     """Whole or not at all: its reader may look at any time."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    partial = _partial(path)
     partial.write_text(json.dumps({"url": url, "pid": os.getpid()}) + "\n", encoding="utf-8")
     partial.replace(path)

@@ -6,9 +6,12 @@ import argparse
 import ipaddress
 import json
 import os
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+import httpx
+import yaml
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
@@ -29,6 +32,14 @@ ENV_PREFIX = "KVSHUTTLE_GW_"
 
 Seconds = Annotated[float, Field(gt=0, le=86_400)]
 Urls = Annotated[list[str], NoDecode]
+
+# What no HTTP header can carry: control characters, and half of a surrogate pair, which is how
+# bytes of a command line arrive that are not UTF-8.
+_NOT_IN_HEADERS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
+
+
+class ConfigFileError(Exception):
+    """The config file cannot be used; the text says why."""
 
 
 class GatewaySettings(BaseSettings):
@@ -206,9 +217,28 @@ class GatewaySettings(BaseSettings):
     @classmethod
     def _check_urls(cls, value: list[str]) -> list[str]:
         for url in value:
-            if not url.startswith(("http://", "https://")):
+            if not url.startswith(("http://", "https://")) or not _is_url(url):
                 raise ValueError(f"{url!r} is not a base URL such as http://10.0.0.7:8000")
         return [url.rstrip("/") for url in value]
+
+    @field_validator("control_plane")
+    @classmethod
+    def _check_control_plane(cls, value: str) -> str:
+        if not value.strip():
+            raise ValueError(f"{value!r} is no gRPC target; give host:port, such as 127.0.0.1:7400")
+        return value
+
+    @field_validator("engine_api_key")
+    @classmethod
+    def _check_engine_api_key(cls, value: SecretStr | None) -> SecretStr | None:
+        key = value.get_secret_value() if value is not None else ""
+        if _NOT_IN_HEADERS.search(key) or key != key.strip():
+            # Not quoted: it is a secret.
+            raise ValueError(
+                "has a line end, another control character, or space at an end, which no HTTP "
+                "header can carry; give the key alone"
+            )
+        return value
 
     @model_validator(mode="after")
     def _check_exposure(self) -> GatewaySettings:
@@ -264,14 +294,13 @@ class GatewaySettings(BaseSettings):
 def load(argv: Sequence[str]) -> GatewaySettings:
     """The settings of a command line.
 
-    Raises pydantic's ValidationError for values that cannot be, and SystemExit for unknown flags
-    and --help.
+    Raises pydantic's ValidationError for values that cannot be, ConfigFileError for a file that
+    cannot be read as settings, and SystemExit for unknown flags and --help.
     """
     path = _config_path(argv)
     if path is None:
         return _run(GatewaySettings, argv)
-    if not path.is_file():
-        raise SystemExit(f"kvshuttle-gateway: config file {path} does not exist")
+    _check_config(path)
 
     class _WithFile(GatewaySettings):
         model_config = SettingsConfigDict(yaml_file=path)
@@ -301,6 +330,31 @@ def _config_path(argv: Sequence[str]) -> Path | None:
     known, _ = parser.parse_known_args(list(argv))
     path = known.config or os.environ.get(f"{ENV_PREFIX}CONFIG")
     return Path(path) if path else None
+
+
+def _check_config(path: Path) -> None:
+    """Raises ConfigFileError for what pydantic would fail on with a traceback."""
+    if not path.is_file():
+        raise ConfigFileError(f"config file {path} does not exist, or is no file")
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigFileError(f"config file {path} cannot be read: {error.strerror}") from error
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigFileError(f"config file {path} is neither YAML nor JSON in UTF-8") from error
+    if content is None:
+        return
+    if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):
+        raise ConfigFileError(
+            f"config file {path} must map names of settings to their values, such as port: 8080"
+        )
+
+
+def _is_url(text: str) -> bool:
+    try:
+        return bool(httpx.URL(text).host)
+    except (httpx.InvalidURL, ValueError):
+        return False
 
 
 def _is_loopback(host: str) -> bool:
