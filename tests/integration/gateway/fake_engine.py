@@ -92,6 +92,8 @@ class FakeEngine:
         self.script = Script()
         self.received: list[Received] = []
         self.healthy = True
+        # What models and counts of tokens are answered instead, with status 503.
+        self.reads_fail: bytes | None = None
         # /health never answers.
         self.hangs = False
         # Keeps responses, as with VLLM_ENABLE_RESPONSES_API_STORE=1.
@@ -151,6 +153,8 @@ class FakeEngine:
         return self.received[number - 1]
 
     async def _models(self, request: Request) -> Response:
+        if self.reads_fail is not None:
+            return Response(self.reads_fail, status_code=503)
         if not self.healthy:
             return Response("down", status_code=500)
         body = {
@@ -172,6 +176,8 @@ class FakeEngine:
         return JSONResponse(found)
 
     async def _count_tokens(self, request: Request) -> Response:
+        if self.reads_fail is not None:
+            return Response(self.reads_fail, status_code=503)
         if not self.healthy:
             return Response("down", status_code=500)
         fields = await request.json()

@@ -346,3 +346,39 @@ async def test_a_pushed_turns_usage_is_prefills_once_it_is_known(
     decode.script.mid_stream.set()
     usage = [one["usage"] for one in datas(await answer) if "usage" in one][-1]
     assert cached("messages", usage) == 16
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (b"down", "answered 503: down. Try"),
+        (b"", "answered 503. Try"),
+        (b'{"error": {"message": "out of memory.", "code": 503}}', "503: out of memory. Try"),
+        (b'{"error": "no"}', '503: {"error": "no"}. Try'),
+        (b"[" * 100_000, "503: [[["),
+        (b"\xff\x00", "503: "),
+        (b"x" * 1_000_000, "503: xxx"),
+    ],
+)
+async def test_an_engine_that_answers_an_error_was_reached(
+    prefill: FakeEngine, decode: FakeEngine, body: bytes, said: str
+) -> None:
+    prefill.reads_fail = decode.reads_fail = body
+    async with running_gateway(
+        control_plane="127.0.0.1:9", prefill_url=[prefill.url], decode_url=[decode.url]
+    ) as gateway:
+        path, fields = ASK["messages"]
+        counted = await gateway.http.post(path + "/count_tokens", json=fields)
+        models = await gateway.http.get("/v1/models")
+        # One that can answer is found.
+        prefill.reads_fail = None
+        assert (await gateway.http.post(path + "/count_tokens", json=fields)).status_code == 200
+
+    assert counted.status_code == models.status_code == 502
+    assert counted.json()["type"] == "error"
+    assert models.json()["error"]["code"] == "engine_error"
+    for answer in (counted, models):
+        message = answer.json()["error"]["message"]
+        assert said in message
+        assert "reached" not in message
+        assert len(message) < 500

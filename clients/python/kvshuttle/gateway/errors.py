@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
 
+# So much of what an engine says of its error is repeated.
+_SAID_CHARS = 300
+
+
 class ApiError(Exception):
     """A request that ends here. The message names the field and what to do about it."""
 
@@ -154,6 +158,19 @@ def engines_unreachable(tried: int) -> ApiError:
         "reason in the gateway's log and on /health.",
         kind="bad_gateway_error",
         code="engine_unreachable",
+        headers={"retry-after": "1"},
+    )
+
+
+def engine_answered(status: int, message: str) -> ApiError:
+    """502: engines were reached, and all that they had to say is an error."""
+    said = " ".join(message[:_SAID_CHARS].split()).rstrip(".")
+    return ApiError(
+        502,
+        f"The engine answered {status}{f': {said}' if said else ''}. Try again; the operator finds "
+        "the reason in the engine's log.",
+        kind="bad_gateway_error",
+        code="engine_error",
         headers={"retry-after": "1"},
     )
 

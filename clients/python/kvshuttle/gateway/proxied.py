@@ -95,6 +95,7 @@ class ProxiedEndpoints:
         candidates = services.engines.candidates(tenant, "")[:_TRIES]
         if not candidates:
             raise errors.no_engine_known()
+        failed: httpx.Response | None = None
         for engine in candidates:
             try:
                 answer = await services.http.ask(
@@ -104,6 +105,9 @@ class ProxiedEndpoints:
                 continue
             if answer.status_code < 500:
                 return _copy(answer)
+            failed = answer
+        if failed is not None:
+            raise errors.engine_answered(failed.status_code, _message(failed))
         raise errors.engines_unreachable(len(candidates))
 
     async def _response(self, request: Request, tenant: str) -> Response:
@@ -142,6 +146,15 @@ class ProxiedEndpoints:
         return StreamingResponse(
             events(), answer.status_code, media_type=answer.headers["content-type"]
         )
+
+
+def _message(answer: httpx.Response) -> str:
+    """What an engine says of its error: OpenAI's field, or else its text."""
+    try:
+        said = answer.json()["error"]["message"]
+    except (ValueError, RecursionError, LookupError, TypeError):
+        said = None
+    return said if isinstance(said, str) else answer.text
 
 
 def _copy(answer: httpx.Response) -> Response:
