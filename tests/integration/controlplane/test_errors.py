@@ -73,7 +73,7 @@ CASES: list[tuple[str, str, Any, str]] = [
                 session_id="s",
                 turn=1,
                 outcome=sessions.TURN_OUTCOME_COMPLETED,
-                usage=sessions.TurnUsage(**{name: count}),
+                usage=sessions.TurnUsage(**{name: count}),  # type: ignore[arg-type]
             ),
             f"usage.{name}",
         )

@@ -7,6 +7,8 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+from functools import partial
+from operator import eq
 from pathlib import Path
 from typing import Any
 
@@ -380,14 +382,18 @@ async def test_no_part_of_a_pool_is_more_than_the_whole(total: int, cluster: Clu
     request = workers.GetWorkerRequest(worker_id="d")
     parts = ("free_blocks", "held_blocks", "quarantined_blocks")
     most = (1 << 32) - 1
+
+    async def worker() -> workers.Worker:
+        return (await cluster.cluster.GetWorker(request, timeout=T)).worker
+
+    def heard(clock: int, got: workers.Worker) -> bool:
+        return got.pool_clock == clock
+
     for clock, (said, shown) in enumerate([(most, total), (total + 1, total), (total, total)], 1):
         pool = workers.PoolStats(total_blocks=total, holds=most, **dict.fromkeys(parts, said))
         await decode.beat(clock, pool=pool)
 
-        async def worker() -> workers.Worker:
-            return (await cluster.cluster.GetWorker(request, timeout=T)).worker
-
-        known = await eventually(worker, lambda got, clock=clock: got.pool_clock == clock)
+        known = await eventually(worker, partial(heard, clock))
         assert [getattr(known.pool, part) for part in parts] == [shown] * 3
         assert (known.pool.total_blocks, known.pool.holds) == (total, most)
 
@@ -416,7 +422,7 @@ async def test_events_beyond_a_messages_limit_are_dropped(town: Cluster) -> None
         await decode._call.write(agents.ConnectRequest(events=agents.AgentEvents(events=events)))
         # The next message is taken after it.
         await decode.beat(5_000 + before)
-        await eventually(clock, lambda got, before=before: got == 5_000 + before)
+        await eventually(clock, partial(eq, 5_000 + before))
         assert (dropped() or 0) - had == lost
         assert len((await town.session(name)).replicas) == (0 if lost else 1)
 
