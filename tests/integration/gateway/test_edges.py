@@ -339,8 +339,11 @@ def test_a_config_file_that_cannot_be_is_one_line_at_the_start(
         assert len(said.splitlines()) == 1
 
 
-async def test_as_a_process(control: FakeControlPlane, decode: FakeEngine, tmp_path: Path) -> None:
-    """Ready file, a request, SIGTERM with a drain, exit status 0, and no secrets in the log."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+async def test_as_a_process(
+    control: FakeControlPlane, decode: FakeEngine, tmp_path: Path, number: signal.Signals
+) -> None:
+    """Ready file, a request, a stop with a drain, exit status 0, and no secrets in the log."""
     control.placements = [(None, ("d", decode.url))]
     ready = tmp_path / "ready.json"
     process = await asyncio.create_subprocess_exec(
@@ -361,7 +364,7 @@ async def test_as_a_process(control: FakeControlPlane, decode: FakeEngine, tmp_p
         writer.close()
         await writer.wait_closed()
     finally:
-        process.send_signal(signal.SIGTERM)
+        process.send_signal(number)
         _, err = await asyncio.wait_for(process.communicate(), PATIENCE_S)
     assert process.returncode == 0
     assert not ready.exists()

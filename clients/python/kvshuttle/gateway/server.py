@@ -99,11 +99,14 @@ class GatewayServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """As uvicorn's, without raising the signal again: a drained stop is exit status 0."""
+        """As uvicorn's, without raising the signal again: a drained stop is exit status 0. SIGHUP
+        too, unless it is ignored, as nohup has it for one that outlives its terminal."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        signals = (signal.SIGINT, signal.SIGTERM)
+        signals = [signal.SIGINT, signal.SIGTERM]
+        if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+            signals.append(signal.SIGHUP)
         before = {one: signal.signal(one, self.handle_exit) for one in signals}
         try:
             yield
