@@ -125,7 +125,7 @@ def draw(kernel: Kernel) -> Shape:
     if rng.random() < 0.5:
         for spec in specs:
             spec.overlap = True
-    if rng.random() < 0.35:
+    if rng.random() < 0.25:
         # Long ones leave time for others to ask for what they have yet to fill.
         step_ms = rng.choice([150.0, 800.0])
         for spec in specs:
@@ -165,6 +165,9 @@ def draw(kernel: Kernel) -> Shape:
     )
 
 
+_MILESTONES = {"fork_now": ("brought", "brought", "grant")}
+
+
 def _plan_faults(world: World, faults: Faults, active_ns: int) -> None:
     rng, kernel = world.rng, world.kernel
     for kind, (share, most) in FAULTS.items():
@@ -172,12 +175,12 @@ def _plan_faults(world: World, faults: Faults, active_ns: int) -> None:
             continue
         for _ in range(rng.randint(1, most)):
             inject = getattr(faults, kind)
-            milestone = rng.choice(("time", "grant", "read", "brought"))
+            milestone = rng.choice(_MILESTONES.get(kind, ("time", "grant", "read")))
             if milestone == "time":
                 kernel.at(rng.randrange(50 * MS, active_ns), None, inject)
             else:
-                # Where it hurts: just after a lease was granted, a READ was posted, or an eager
-                # return has brought something.
+                # Where it hurts: just after a lease was granted or a READ was posted; a fork, when
+                # an eager return has brought something.
                 delay = between(rng, 0.05, rng.choice([2.0, 30.0, 500.0]))
                 kernel.when(milestone, rng.randint(1, 8), _later(kernel, delay, active_ns, inject))
 
