@@ -252,9 +252,13 @@ class Settings(BaseSettings):
     def _can_be_written(cls, value: Path | None) -> Path | None:
         if value is None:
             return value
-        if value.is_dir():
+        try:
+            is_folder, has_folder = value.is_dir(), value.parent.is_dir()
+        except OSError as error:
+            raise ValueError(f"{value}: {error.strerror}: name a file that can be made") from error
+        if is_folder:
             raise ValueError(f"{value} is a directory: name a file in it")
-        if not value.parent.is_dir():
+        if not has_folder:
             raise ValueError(f"{value}: {value.parent} is not a directory: make it first")
         if not os.access(value.parent, os.W_OK | os.X_OK):
             raise ValueError(
@@ -379,12 +383,12 @@ def _config_path(argv: list[str]) -> Path | None:
 def _read_config(path: Path) -> dict[str, Any]:
     if path.suffix not in (".yaml", ".yml", ".toml"):
         raise SettingsError(f"config: {path} must end with .yaml, .yml or .toml")
-    if not path.is_file():
-        raise SettingsError(f"config: there is no file {path}")
     try:
+        if not path.is_file():
+            raise SettingsError(f"config: there is no file {path}")
         text = path.read_text(encoding="utf-8")
         found = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
         why = " ".join(str(error).split())
         raise SettingsError(f"config: {path} cannot be read: {why}") from error
     if found is None:

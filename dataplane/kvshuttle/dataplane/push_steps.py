@@ -29,8 +29,8 @@ def region_ends(regions: Sequence[LocalRegion]) -> dict[str, tuple[int, int]]:
 
 
 class PushStep:
-    """One step of the engine and the chunks that it computes. `begin` to `all_final` are called by
-    vLLM's worker thread, the rest by the mover's."""
+    """One step of the engine and the chunks that it computes. `layer_final` and `all_final` are
+    called by vLLM's worker thread, the rest by the mover's."""
 
     def __init__(self, chunks: Sequence[PushChunk], regions: int) -> None:
         self.chunks = tuple(chunks)

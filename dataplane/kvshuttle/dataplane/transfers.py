@@ -494,6 +494,7 @@ class Transfers:
             self._end(state, published=not reason, reason=reason)
         else:
             state.given_up = reason or "RELEASE_FAILED"
+            self._send(m.ReadGivenUp(state.order.request_id, state.given_up))
 
     def _give_up(self, state: _ReadState, reason: str) -> None:
         """The request recomputes now; the landing blocks wait until NIXL has let go."""
@@ -551,6 +552,8 @@ class Transfers:
     def _refuse_load(self, order: m.Refuse) -> None:
         if not self.zones.told_already(order.request_id):
             self._report(order.request_id, failed=True)
+            # Nothing waits for it, but an engine that rests looks.
+            self._send(m.ReadGivenUp(order.request_id, "REFUSED"))
 
     def _tell_engine(self, order: m.Read, *, failed: bool) -> None:
         if order.attended:

@@ -227,6 +227,8 @@ def test_a_completed_read_whose_handle_stays_is_not_free(mover: Mover) -> None:
     mover.wire.status, mover.wire.lets_go = "DONE", False
     mover.poll()
     mover.hear(b"yes|l1")
+    # Its worker has told vLLM, which is made to look.
+    assert mover.told[-1] == m.ReadGivenUp("r", "RELEASE_FAILED")
     assert mover.ended() == []
     mover.wire.lets_go = True
     mover.poll()
@@ -252,6 +254,12 @@ def test_vllm_hears_nothing_of_an_unattended_read(mover: Mover) -> None:
     mover.poll()
     assert mover.ended() == [(False, "PRESSURE")]
     assert mover.results.take() == (set(), set())
+
+
+def test_and_when_one_is_refused(mover: Mover) -> None:
+    mover.transfers.obey(m.Refuse("r"))
+    assert mover.results.take() == ({"r"}, {"r"})
+    assert mover.told[-1] == m.ReadGivenUp("r", "REFUSED")
 
 
 def test_the_engine_is_made_to_look_when_a_read_is_given_up(mover: Mover) -> None:

@@ -220,5 +220,5 @@ def test_the_largest_counts_are_told(route: Route) -> None:
 
 def test_more_cannot_have_been_found_than_there_was() -> None:
     found = Usage(prompt=20, cached=21, output=5)
-    assert TurnCost(prefill=found).message().cached_tokens == 0
+    assert TurnCost(prefill=found).message().cached_tokens == 20
     assert TurnCost(decode=found).message().prompt_tokens == 20

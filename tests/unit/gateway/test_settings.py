@@ -65,6 +65,8 @@ def test_exposed_on_purpose() -> None:
 def test_config_file_must_exist(tmp_path: Path) -> None:
     with pytest.raises(ConfigFileError, match="does not exist"):
         load(["--config", str(tmp_path / "none.yaml")])
+    with pytest.raises(ConfigFileError, match="File name too long"):
+        load(["--config", str(tmp_path / ("n" * 300))])
 
 
 @pytest.mark.parametrize(

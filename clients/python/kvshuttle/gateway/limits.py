@@ -17,10 +17,11 @@ HEARD_CHARS = 1 << 20
 """Of an answer. One that is longer is not taken note of; the next turn is recognized by its prompt
 alone."""
 
-EVENT_BYTES = 16 << 20
+EVENT_BYTES = 128 << 20
 """Of a stream, kept back until its event is whole: an engine that never ends one would take all
-memory. The largest that engines mean are a response's last event, which repeats all of it, and log
-probabilities of a long answer: a few MiB. Also what a stream may say before its first token."""
+memory. The largest that engines mean is a response's last event, which repeats all of it: with 20
+log probabilities a token (1.5 KB) that is 48 MiB for an answer of 32,000 tokens. Also what a stream
+may say before its first token."""
 
 TOKENS = 1 << 40
 """In one count of an engine's: more than all engines compute in years, so what is above it is no

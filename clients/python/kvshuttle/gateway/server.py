@@ -41,8 +41,8 @@ class ReadyFileError(Exception):
 
 
 class GatewayServer(uvicorn.Server):
-    """uvicorn's server on a socket of its own. SIGTERM and SIGINT stop it after a drain; a second
-    SIGINT stops it at once."""
+    """uvicorn's server on a socket of its own. SIGTERM, SIGHUP and SIGINT stop it after a drain; a
+    second SIGINT stops it at once."""
 
     def __init__(self, settings: GatewaySettings, tracing: Tracing | None = None) -> None:
         self.settings = settings

@@ -334,9 +334,9 @@ def _config_path(argv: Sequence[str]) -> Path | None:
 
 def _check_config(path: Path) -> None:
     """Raises ConfigFileError for what pydantic would fail on with a traceback."""
-    if not path.is_file():
-        raise ConfigFileError(f"config file {path} does not exist, or is no file")
     try:
+        if not path.is_file():
+            raise ConfigFileError(f"config file {path} does not exist, or is no file")
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigFileError(f"config file {path} cannot be read: {error.strerror}") from error

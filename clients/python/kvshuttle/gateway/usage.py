@@ -32,7 +32,7 @@ class TurnCost:
         usage = session.TurnUsage(
             prompt_tokens=prompt.prompt,
             # More than there was to find cannot have been found.
-            cached_tokens=cached if cached <= prompt.prompt else 0,
+            cached_tokens=min(cached, prompt.prompt),
             output_tokens=self.decode.output if self.decode is not None else 0,
         )
         if self.time_to_first_token_s is not None:
