@@ -1,17 +1,11 @@
-"""What is true at the moment of a scrape, and the HTTP server that tells it to Prometheus."""
+"""What is true at the moment of a scrape, as Prometheus is told it."""
 
 from __future__ import annotations
 
 import asyncio
-import io
 import os
-import socket
-import sys
 import threading
-from contextlib import suppress
-from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from typing import TYPE_CHECKING
 
 import structlog
 from cryptography import x509
@@ -20,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from kvshuttle.controlplane.model.admission import quarantine_full
 from kvshuttle.controlplane.model.terms import LeaseState, WorkerState
+from kvshuttle.controlplane.scrape_http import ScrapeServer
 from kvshuttle.controlplane.store.files import log_path
 
 if TYPE_CHECKING:
@@ -36,16 +31,9 @@ log = structlog.get_logger("kvshuttle.controlplane")
 
 NS = 1e9
 
-CONNECTIONS = 8
-"""Scrapes at once, each on a thread: scrapers are one or two, and an operator with curl. Beyond, a
-new connection goes over the one that has waited longest without sending its request."""
-REQUEST_S = 3.0
-"""A scraper sends its request as soon as it is connected; this covers a lost packet or two."""
 STATE_S = 5.0
 """For the event loop to read the state, which takes milliseconds: half of what a scrape may take,
 so that the scraper is told."""
-SCRAPE_S = 10.0
-"""All of a connection. Prometheus waits no longer, unless set."""
 
 
 def _gauge(name: str, text: str, *labels: str) -> GaugeMetricFamily:
@@ -276,103 +264,6 @@ class Files:
         return [size, room, ends]
 
 
-class _Lines(io.BufferedReader):
-    """Of a request. The standard library takes the end of the stream for the end of the request,
-    and would answer one that was cut short."""
-
-    def readline(self, size: int | None = -1, /) -> bytes:
-        """ConnectionAbortedError for a line that is not whole."""
-        line = super().readline(size)
-        if not line.endswith(b"\n") and len(line) != size:
-            raise ConnectionAbortedError("the request was cut short")
-        return line
-
-
-class _Handler(WSGIRequestHandler):
-    """One scrape."""
-
-    timeout = REQUEST_S
-    rbufsize = 0
-    server: _HttpServer
-
-    def setup(self) -> None:
-        super().setup()
-        self.rfile = _Lines(self.rfile)
-
-    def handle(self) -> None:
-        # A timeout of the socket begins anew with each byte.
-        last = threading.Timer(SCRAPE_S, _cut, (self.connection,))
-        last.daemon = True
-        last.start()
-        try:
-            super().handle()
-        finally:
-            last.cancel()
-
-    def parse_request(self) -> bool:
-        whole = super().parse_request()
-        self.server.waiting.pop(self.connection, None)
-        # A reader of the answer that is too slow is cut off, which wsgiref takes as it should; it
-        # would print a timeout.
-        self.connection.settimeout(None)
-        return whole
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002
-        """Nothing."""
-
-
-class _HttpServer(ThreadingMixIn, WSGIServer):
-    """With a bound on what its clients can hold."""
-
-    daemon_threads = True
-    # With five, as it is else, a crowd makes the system drop a scraper's connection for seconds.
-    request_queue_size = 128
-
-    def __init__(self, host: str, port: int) -> None:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-        self.address_family, _, _, _, address = found[0]
-        self.waiting: dict[socket.socket, None] = {}
-        """Those that have not sent their request, oldest first."""
-        self._free = threading.Semaphore(CONNECTIONS)
-        super().__init__((str(address[0]), port), _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Called for one connection after another."""
-        if not self._free.acquire(blocking=False):
-            with suppress(StopIteration, KeyError, RuntimeError):  # it may just have sent it
-                oldest = next(iter(self.waiting))
-                del self.waiting[oldest]
-                _cut(oldest)
-            self._free.acquire()
-        self.waiting[request] = None
-        try:
-            super().process_request(request, client_address)
-        except BaseException:
-            self._forget(request)
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._forget(request)
-
-    def _forget(self, request: socket.socket) -> None:
-        self.waiting.pop(request, None)
-        self._free.release()
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that goes away, or is cut off, is no error."""
-        error = sys.exception()
-        if not isinstance(error, OSError):
-            log.error("scrape_failed", error=repr(error))
-
-
-def _cut(connection: socket.socket) -> None:
-    with suppress(OSError):  # it is gone already
-        connection.shutdown(socket.SHUT_RDWR)
-
-
 class MetricsServer:
     """`/metrics` over HTTP, from a thread of its own; the state is read on the event loop."""
 
@@ -384,7 +275,7 @@ class MetricsServer:
         self._closed = False
         metrics.registry.register(self)
         self._page: WSGIApplication = make_wsgi_app(metrics.registry)
-        self._server = _HttpServer(host, port)
+        self._server = ScrapeServer(host, port)
         self._server.set_app(self._answer)
         self.port: int = self._server.server_port
         self._thread = threading.Thread(

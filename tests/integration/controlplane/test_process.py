@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -20,8 +21,9 @@ from typing import Any
 
 import grpc
 import pytest
+from prometheus_client.core import Metric
 
-from kvshuttle.controlplane import scrape
+from kvshuttle.controlplane import scrape, scrape_http
 from kvshuttle.controlplane.scrape import Files, MetricsServer, Now
 from kvshuttle.v1 import session_service_pb2 as sessions
 from kvshuttle.v1 import session_service_pb2_grpc as session_grpc
@@ -169,7 +171,7 @@ def test_connections_that_ask_nothing_neither_pile_up_nor_stay(process: Process)
     crowd = [connected(address, b"GET /metr"[: n % 10]) for n in range(200)]
     try:
         # Each has a thread and a timer.
-        assert threads(process) <= before + 2 * scrape.CONNECTIONS
+        assert threads(process) <= before + 2 * scrape_http.CONNECTIONS
         assert "kvshuttle_epoch" in scraped(address)
         for connection in crowd:
             with contextlib.suppress(ConnectionResetError):
@@ -202,11 +204,39 @@ def test_a_request_that_is_cut_short_is_no_scrape(process: Process, part: bytes)
     assert "Traceback" not in process.log_path.read_text()
 
 
+async def test_a_stop_does_not_wait_for_scrapes_that_hang(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a disk that does not answer, say; a connection more stands at the door."""
+    monkeypatch.setattr(scrape_http, "REQUEST_S", 0.2)
+    go_on, hanging = threading.Event(), threading.Semaphore(0)
+
+    class Slow(Files):
+        def read(self) -> list[Metric]:
+            hanging.release()
+            go_on.wait(30)
+            return []
+
+    now = Now(cluster.server.registry, {})
+    server = MetricsServer(cluster.server.metrics, now, Slow(None, {}), "127.0.0.1", 0)
+    request = b"GET /metrics HTTP/1.1\r\n\r\n"
+    number = scrape_http.CONNECTIONS
+    clients = [connected(f"127.0.0.1:{server.port}", request) for _ in range(number + 1)]
+    try:
+        for _ in range(number):
+            assert await asyncio.to_thread(hanging.acquire, timeout=10)
+        await asyncio.wait_for(server.close(), 10)
+    finally:
+        go_on.set()
+        for client in clients:
+            client.close()
+
+
 async def test_a_scrape_ends_in_time(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Whether the client sends too slowly or the event loop is too busy."""
-    monkeypatch.setattr(scrape, "SCRAPE_S", 1.0)
+    monkeypatch.setattr(scrape_http, "SCRAPE_S", 1.0)
     monkeypatch.setattr(scrape, "STATE_S", 0.2)
 
     def busy() -> int:
