@@ -541,7 +541,7 @@ CORE = (
         "stall_never",
         "a read that stands still is given up",
         AGENT + "transfers.py",
-        "if now > state.posted_ns + READ_STALL_NS:",
+        "if now > state.posted_ns + self._patience_ns(state.order):",
         "if False:",
         ("tests/unit/dataplane/test_transfers.py::test_a_read_that_stands_still_is_given_up",),
     ),

@@ -67,7 +67,8 @@ FOREIGN = {
     "pip": {"no-cache-dir", "no-deps"},
     "systemctl": {"now"},
     "vllm": {
-        *("enable-dbo", "enable-fault-tolerance", "enable-prefix-caching"),
+        *("data-parallel-external-lb", "enable-dbo", "enable-fault-tolerance"),
+        *("enable-prefix-caching", "enable-sleep-mode"),
         *("enable-prompt-tokens-details", "ubatch-size"),
         "gpu-memory-utilization",
         *("kv-cache-dtype", "kv-transfer-config", "max-num-batched-tokens"),

@@ -50,6 +50,7 @@ from kvshuttle.dataplane.vllm_compat import (
     engine_probe,
     fingerprint,
     finished_state,
+    kernel_blocks,
     kv_heads,
     kv_regions,
     rank_of,
@@ -130,7 +131,8 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         regions = kv_regions(kv_caches, num_blocks)
         huge_pages.advise(huge_pages.in_host_memory(regions), boottime_ns)
         rank = rank_of(self._vllm_config)
-        heads = kv_heads(self._vllm_config, self._kv_cache_config, rank, regions)
+        pieces = kernel_blocks(kv_caches, num_blocks)
+        heads = kv_heads(self._vllm_config, self._kv_cache_config, rank, regions, pieces)
         self._mover = Mover(
             rank,
             f"kvshuttle-{uuid.uuid4().hex}",
@@ -145,7 +147,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._handshake = RankHandshake(
             endpoint=endpoint,
             fingerprint=tuple(
-                fingerprint(self._vllm_config, regions, heads, self._config.model_id)
+                fingerprint(self._vllm_config, regions, heads, self._config.model_id, pieces)
             ),
             num_blocks=num_blocks,
             heads=heads,

@@ -29,6 +29,7 @@ __all__ = [
     "POLL_MAX_SERVING_NS",
     "POLL_MIN_NS",
     "QUARANTINE_SHARE",
+    "READ_BYTES_A_SECOND",
     "READ_STALL_NS",
     "RECONNECT_MAX_S",
     "RECONNECT_MIN_S",
@@ -49,8 +50,12 @@ DEADLINE_MARGIN_NS = NS // 4
 step, so that what is posted has a chance to be published."""
 
 READ_STALL_NS = 5 * NS
-"""A posted READ that takes longer is given up and the request recomputes: at 0.5 GB/s this is 2.5
-GB, and no user waits longer for KV than prefill would take to compute it."""
+"""A posted READ that takes longer than this, and what its bytes take at the slowest speed of any
+use, is given up, and the request recomputes."""
+
+READ_BYTES_A_SECOND = 500_000_000
+"""The slowest speed of any use: TCP between two GPUs of one machine. 100,000 tokens of a model of
+8B (13 GB) take 26 s at that, as long as prefill would compute them."""
 
 CONFIRM_TIMEOUT_NS = 1 * NS
 """Longest wait for the source's answer after completion; a live source answers within its polling

@@ -27,6 +27,7 @@ from kvshuttle.dataplane.limits import (
     CONFIRM_TIMEOUT_NS,
     CONNECT_LINGER_NS,
     DEADLINE_MARGIN_NS,
+    READ_BYTES_A_SECOND,
     READ_STALL_NS,
 )
 from kvshuttle.dataplane.log import get_logger
@@ -454,10 +455,14 @@ class Transfers:
         if now > state.deadline_ns - DEADLINE_MARGIN_NS:
             self._give_up(state, "LEASE_EXPIRED")
             return True
-        if now > state.posted_ns + READ_STALL_NS:
+        if now > state.posted_ns + self._patience_ns(state.order):
             self._give_up(state, "TRANSFER_STALLED")
             return True
         return False
+
+    def _patience_ns(self, order: m.Read) -> int:
+        size = len(order.local_block_ids) * sum(region.block_bytes for region in self._regions)
+        return READ_STALL_NS + size * NS // READ_BYTES_A_SECOND
 
     def _look(self, state: _ReadState) -> str:
         """How the READs of all ranks stand, taken together; asking drives progress."""

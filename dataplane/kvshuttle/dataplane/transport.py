@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -86,6 +87,8 @@ class NixlTransport:
     """One NIXL agent without a progress thread: nothing moves unless its owner calls in."""
 
     def __init__(self, agent_name: str, backend: str, backend_params: dict[str, str]) -> None:
+        # As vLLM's own connector does, before NIXL is there: else UCX may keep what it has let go.
+        os.environ.setdefault("UCX_RCACHE_MAX_UNRELEASED", "1024")
         try:
             from nixl._api import nixl_agent, nixl_agent_config
         except ImportError as error:

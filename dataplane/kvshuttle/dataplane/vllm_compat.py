@@ -87,6 +87,7 @@ __all__ = [
     "engine_probe",
     "fingerprint",
     "finished_state",
+    "kernel_blocks",
     "kv_heads",
     "kv_regions",
     "rank_of",
@@ -130,6 +131,17 @@ def check_supported(config: VllmConfig, kv: KVCacheConfig) -> None:
     if parallel.pipeline_parallel_size > 1:
         raise UnsupportedError(
             f"pipeline_parallel_size: {parallel.pipeline_parallel_size} is not supported; use 1"
+        )
+    if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
+        raise UnsupportedError(
+            f"data_parallel_size: {parallel.data_parallel_size} behind one address would make as "
+            "many engines one worker; start each as an engine of its own, with its own worker_id "
+            "(--data-parallel-external-lb)"
+        )
+    if getattr(config.model_config, "enable_sleep_mode", False):
+        raise UnsupportedError(
+            "enable_sleep_mode: True gives up memory that NIXL has registered, and wakes in other; "
+            "start the engine without it"
         )
     if getattr(parallel, "use_ubatching", False):
         raise UnsupportedError(
@@ -520,13 +532,28 @@ def _blocks_outermost(view: torch.Tensor, num_blocks: int) -> bool:
     return bool(view.stride(0) == inner and dense == view.numel())
 
 
+def kernel_blocks(caches: dict[str, torch.Tensor], num_blocks: int) -> int:
+    """How many blocks of an attention kernel's make up one of the scheduler's, at most."""
+    most = 1
+    for tensor in caches.values():
+        apart = tensor.shape[0] == 2 and not _blocks_outermost(tensor, num_blocks)
+        most = max(most, int(tensor.shape[1 if apart else 0]) // num_blocks)
+    return most
+
+
 def kv_heads(
-    config: VllmConfig, kv: KVCacheConfig, rank: int, regions: Sequence[LocalRegion]
+    config: VllmConfig,
+    kv: KVCacheConfig,
+    rank: int,
+    regions: Sequence[LocalRegion],
+    pieces: int = 1,
 ) -> Heads:
     """The KV heads that a rank keeps; none where a block cannot be taken apart by heads.
 
     It can where heads are outermost in a block (vLLM's LBHNC): then each head of a block is one run
-    of bytes. Raises :class:`UnsupportedError` where vLLM's split is not the one that is known here.
+    of bytes. Not where a block is several of the kernel's (`pieces`, see :func:`kernel_blocks`):
+    then heads are outermost in each of those. Raises :class:`UnsupportedError` where vLLM's split
+    is not the one that is known here.
     """
     spec = kv.kv_cache_groups[0].kv_cache_spec
     assert isinstance(spec, FullAttentionSpec)  # see check_supported
@@ -546,13 +573,17 @@ def kv_heads(
     padded = spec.num_head_slots not in (None, heads.count) or spec.page_size_padded is not None
     if padded or not (layout.is_block_contiguous or heads.count == total == 1):
         return Heads(0, 0)
-    if any(region.block_bytes % heads.count for region in regions):
+    if (pieces > 1 and total > 1) or any(region.block_bytes % heads.count for region in regions):
         return Heads(0, 0)
     return heads
 
 
 def fingerprint(
-    config: VllmConfig, regions: Sequence[LocalRegion], heads: Heads, model_id: str
+    config: VllmConfig,
+    regions: Sequence[LocalRegion],
+    heads: Heads,
+    model_id: str,
+    pieces: int = 1,
 ) -> list[tuple[str, str]]:
     """All that must be equal for two workers' KV to be the same bytes, as (name, value).
 
@@ -564,6 +595,8 @@ def fingerprint(
     hash_name = cache.prefix_caching_hash_algo
     fields = [
         ("model", model_id or f"{model.model}@{model.revision or ''}"),
+        # What `main` was when it was fetched; nothing for a folder.
+        ("model_commit", "" if model_id else getattr(model.hf_config, "_commit_hash", "") or ""),
         ("model_config", _digest(model.hf_config.to_json_string(use_diff=False))),
         ("load_format", str(config.load_config.load_format)),
         ("model_dtype", str(model.dtype)),
@@ -572,6 +605,7 @@ def fingerprint(
         ("kv_cache_layout", str(cache.get_resolved_kv_cache_layout().name)),
         ("attention_backend", ",".join(sorted(set(backends)))),
         ("block_size", str(cache.block_size)),
+        ("kernel_blocks", str(pieces)),
         (
             "region_head_bytes",
             _digest(json.dumps([r.block_bytes // max(1, heads.count) for r in regions])),

@@ -59,6 +59,8 @@ def test_a_schedulers_steps_are_counted() -> None:
         ({"kv_transfer_config.is_kv_consumer": False}, "kv_role: 'kv_producer'.*kv_both"),
         ({"parallel_config.enable_fault_tolerance": True}, "enable_fault_tolerance: True"),
         ({"parallel_config.use_ubatching": True}, "enable_dbo: True"),
+        ({"parallel_config.data_parallel_size": 2}, "data_parallel_size: 2.*external-lb"),
+        ({"model_config.enable_sleep_mode": True}, "enable_sleep_mode: True"),
         ({"scheduler_config.policy": "priority"}, "scheduling_policy: 'priority'.*fcfs"),
         ({"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size: 2"),
         ({"kv_transfer_config.kv_load_failure_policy": "fail"}, "kv_load_failure_policy: 'fail'"),
@@ -71,7 +73,13 @@ def test_what_would_be_wrong_is_refused_at_the_start(changes: dict[str, Any], sa
         kv_transfer_config=SimpleNamespace(
             kv_load_failure_policy="recompute", is_kv_consumer=True, kv_role="kv_producer"
         ),
-        parallel_config=SimpleNamespace(pipeline_parallel_size=1, enable_fault_tolerance=False),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            enable_fault_tolerance=False,
+            data_parallel_size=1,
+            data_parallel_external_lb=False,
+        ),
+        model_config=SimpleNamespace(enable_sleep_mode=False),
         scheduler_config=SimpleNamespace(policy="fcfs"),
     )
     for path, value in changes.items():

@@ -27,6 +27,7 @@ def heads_of(
     layout: str = "LBHNC",
     block_bytes: int = 1 << 20,
     mla: bool = False,
+    pieces: int = 1,
     **spec: Any,
 ) -> Heads:
     import torch
@@ -43,7 +44,8 @@ def heads_of(
         cache_config=SimpleNamespace(get_resolved_kv_cache_layout=lambda: KVCacheLayout[layout]),
     )
     kv: Any = SimpleNamespace(kv_cache_groups=[SimpleNamespace(kv_cache_spec=cache)])
-    return kv_heads(config, kv, rank, [LocalRegion("layer", 0, block_bytes, 10, "DRAM", 0)])
+    regions = [LocalRegion("layer", 0, block_bytes, 10, "DRAM", 0)]
+    return kv_heads(config, kv, rank, regions, pieces)
 
 
 def test_heads_outermost_in_a_block_are_told() -> None:
@@ -62,6 +64,20 @@ def test_pages_that_do_not_come_apart_by_heads_are_whole() -> None:
     assert heads_of(ranks=2, rank=1, total=4, keeps=2, num_head_slots=4) == whole
     assert heads_of(ranks=2, rank=1, total=4, keeps=2, page_size_padded=1 << 20) == whole
     assert heads_of(ranks=2, rank=1, total=4, keeps=2, block_bytes=1_001) == whole
+    # A block of two of the kernel's has heads outermost in each half.
+    assert heads_of(ranks=2, rank=1, total=4, keeps=2, pieces=2) == whole
+    assert heads_of(ranks=2, rank=1, total=1, keeps=1, pieces=2) == Heads(0, 1)
+
+
+def test_how_many_of_the_kernels_blocks_are_one_of_the_schedulers() -> None:
+    import torch
+
+    from kvshuttle.dataplane.vllm_compat import kernel_blocks
+
+    assert kernel_blocks({"a": torch.empty(10, 4, 32, 8)}, 10) == 1
+    assert kernel_blocks({"a": torch.empty(10, 4, 32, 8), "b": torch.empty(20, 4, 16, 8)}, 10) == 2
+    # K and V apart.
+    assert kernel_blocks({"a": torch.empty(2, 30, 4, 16, 8)}, 10) == 3
 
 
 def test_the_one_head_of_mla_is_on_every_rank() -> None:

@@ -8,13 +8,14 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvshuttle.dataplane import messages as m
+from kvshuttle.dataplane import transfers
 from kvshuttle.dataplane.clock import NS
 from kvshuttle.dataplane.limits import (
     CONFIRM_TIMEOUT_NS,
     DEADLINE_MARGIN_NS,
     READ_STALL_NS,
 )
-from kvshuttle.dataplane.transport import ReadHandle
+from kvshuttle.dataplane.transport import LocalRegion, ReadHandle
 from tests.unit.dataplane.fakes import FakeMover
 
 TTL_NS = 30 * NS
@@ -233,6 +234,17 @@ def test_a_completed_read_whose_handle_stays_is_not_free(mover: Mover) -> None:
     mover.wire.lets_go = True
     mover.poll()
     assert mover.ended() == [(False, "RELEASE_FAILED")]
+
+
+def test_a_large_read_may_take_longer(mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "READ_BYTES_A_SECOND", 1)
+    mover.read()
+    (region,) = mover.transfers._regions = [LocalRegion("layer", 0, 8, 10, "DRAM", 0)]
+    size = region.block_bytes
+    mover.poll(READ_STALL_NS / NS + size)
+    assert not given_up(mover)
+    mover.poll(0.001)
+    assert given_up(mover)
 
 
 def test_a_source_attested_dead_ends_its_reads(mover: Mover) -> None:
