@@ -595,8 +595,6 @@ def fingerprint(
     hash_name = cache.prefix_caching_hash_algo
     fields = [
         ("model", model_id or f"{model.model}@{model.revision or ''}"),
-        # What `main` was when it was fetched; nothing for a folder.
-        ("model_commit", "" if model_id else getattr(model.hf_config, "_commit_hash", "") or ""),
         ("model_config", _digest(model.hf_config.to_json_string(use_diff=False))),
         ("load_format", str(config.load_config.load_format)),
         ("model_dtype", str(model.dtype)),
@@ -605,7 +603,6 @@ def fingerprint(
         ("kv_cache_layout", str(cache.get_resolved_kv_cache_layout().name)),
         ("attention_backend", ",".join(sorted(set(backends)))),
         ("block_size", str(cache.block_size)),
-        ("kernel_blocks", str(pieces)),
         (
             "region_head_bytes",
             _digest(json.dumps([r.block_bytes // max(1, heads.count) for r in regions])),
@@ -621,6 +618,11 @@ def fingerprint(
     if str(config.load_config.load_format) in ("dummy", "LoadFormats.DUMMY"):
         fields.append(("dummy_seed", str(model.seed)))
         fields.append(("dummy_weights_ranks", str(parallel.tensor_parallel_size)))
+    # What `main` was when it was fetched; nothing for a folder.
+    if not model_id and (commit := getattr(model.hf_config, "_commit_hash", None)):
+        fields.append(("model_commit", str(commit)))
+    if pieces > 1:
+        fields.append(("kernel_blocks", str(pieces)))
     if not heads.count:
         fields.append(("tensor_parallel_size", str(parallel.tensor_parallel_size)))
     return fields
