@@ -290,8 +290,8 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         idle = not scheduler_output.num_scheduled_tokens
         if idle:
             self._rest()
-        elif self._agent is not None:
-            self._agent.computing()
+        else:
+            self._computing()
         return _StepMetadata(self._chunks(scheduler_output), idle)
 
     def _chunks(self, output: SchedulerOutput) -> list[PushChunk]:
@@ -369,6 +369,14 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._agent.rest(self._probe.has_input)
         except Exception:
             _log.exception("hook_failed", hook="rest")
+
+    def _computing(self) -> None:
+        if self._agent is None:
+            return
+        try:
+            self._agent.computing()
+        except Exception:
+            _log.exception("hook_failed", hook="computing")
 
     def _let_go(self) -> None:
         if self._agent is None:

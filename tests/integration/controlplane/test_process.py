@@ -35,6 +35,14 @@ START_S = 30
 COMMAND = [sys.executable, "-m", "kvshuttle.controlplane"]
 
 
+@pytest.fixture(autouse=True)
+def hangup_counts() -> Iterator[None]:
+    """All this may run under nohup, which children would inherit."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before or signal.SIG_DFL)
+
+
 class Process:
     """A control plane of its own."""
 

@@ -339,6 +339,14 @@ def test_a_config_file_that_cannot_be_is_one_line_at_the_start(
         assert len(said.splitlines()) == 1
 
 
+@pytest.fixture(autouse=True)
+def hangup_counts() -> Iterator[None]:
+    """All this may run under nohup, which children would inherit."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before or signal.SIG_DFL)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 async def test_as_a_process(
     control: FakeControlPlane, decode: FakeEngine, tmp_path: Path, number: signal.Signals
