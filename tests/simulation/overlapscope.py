@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from kvshuttle.dataplane.push_source import Scheduled
 from kvshuttle.dataplane.push_steps import PushStep
-from kvshuttle.dataplane.scheduler import FinishedRequest
 from tests.simulation.pushscope import LAYERS, PROMPT, PushWorld
-from tests.simulation.smallscope import BLOCK_TOKENS, BLOCKS, HASHES, PREFILL, Node
+from tests.simulation.smallscope import BLOCK_TOKENS, HASHES, Node
 
 if TYPE_CHECKING:
     from tests.simulation.kernel import Kernel
@@ -118,22 +117,12 @@ class OverlapWorld(PushWorld):
         elif not self.flights:
             leg.state = "between"
 
-    def finish_prompt(self, *, aborted: bool) -> None:
-        """It ends; a step of it may run on."""
-        node, leg = self.nodes["s"], self.prompt
-        blocks, leg.blocks = leg.blocks or [], None
-        full = min(leg.computed // BLOCK_TOKENS, BLOCKS)
-        with self.kernel.on(node.thread):
-            node.agent.finished(
-                (self.token, PREFILL),
-                FinishedRequest("p", HASHES[:full], tuple(blocks[:full]), PROMPT, aborted),
-            )
-            node.agent.next_deadline()
+    def _end_blocks(self, blocks: list[int]) -> None:
+        """Its last step may run on."""
         if self.flights:
             self.deferred = blocks
         else:
-            node.pool.free(blocks)
-        leg.state = "aborted" if aborted else "done"
+            super()._end_blocks(blocks)
 
     def fingerprint(self) -> tuple[Any, ...]:
         """Everything that what happens next can depend on."""

@@ -190,8 +190,12 @@ class PushWorld(SmallWorld):
                 FinishedRequest("p", HASHES[:full], tuple(blocks[:full]), PROMPT, aborted),
             )
             node.agent.next_deadline()
-        node.pool.free(blocks)
+        self._end_blocks(blocks)
         leg.state = "aborted" if aborted else "done"
+
+    def _end_blocks(self, blocks: list[int]) -> None:
+        """Of a request that has ended."""
+        self.nodes["s"].pool.free(blocks)
 
     def preempt(self) -> None:
         """vLLM takes its blocks, and it will compute again."""

@@ -158,7 +158,6 @@ class SchedulerAgent:
         # Hardens of ranges that a step which runs has yet to fill, a batch each.
         self._waiting: list[CommandBatch] = []
         self._news = threading.Event()
-        self._steps = steps
         # Until this step is over there is something that vLLM has yet to take up.
         self._stirred = 0
         self._obeying = threading.Lock()
@@ -237,7 +236,7 @@ class SchedulerAgent:
         if self._inbox:
             # What the mover has told vLLM's worker beside it is taken by a step that is scheduled
             # now, or next, and vLLM hears of it when that is over.
-            self._stirred = self._steps()[0] + 1
+            self._stirred = self.source.steps_begun + 1
         while self._inbox:
             item = self._inbox.popleft()
             try:
@@ -354,7 +353,7 @@ class SchedulerAgent:
 
     def computing(self) -> None:
         """The step that is being scheduled computes something: who has asked waits for its end."""
-        self._stirred = max(self._stirred, self._steps()[0])
+        self._stirred = max(self._stirred, self.source.steps_begun)
 
     def rest(self, has_input: Callable[[], bool]) -> None:
         """Nothing is to be computed in this step. If requests wait for their KV, or for a word on
@@ -365,7 +364,7 @@ class SchedulerAgent:
         undecided = self.destination.undecided
         awaited = self.landings.awaited + self.destination.loading + len(undecided)
         # What waits for a step to be over hears of it in the next one.
-        if not awaited or self._waiting or self._steps()[1] < self._stirred:
+        if not awaited or self._waiting or self.source.steps()[1] < self._stirred:
             return
         running, waiting = self._counts()
         # Who waits for something else (blocks, a grammar) must be looked at again soon.

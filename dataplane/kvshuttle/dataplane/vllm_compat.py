@@ -499,9 +499,7 @@ def kv_regions(caches: dict[str, torch.Tensor], num_blocks: int) -> list[LocalRe
         if tensor.data_ptr() in seen:
             continue  # layers that share one cache
         seen.add(tensor.data_ptr())
-        views = [tensor]
-        if tensor.shape[0] == 2 and not _blocks_outermost(tensor, num_blocks):
-            views = [tensor[0], tensor[1]]
+        views = _views(tensor, num_blocks)
         for part, view in enumerate(views):
             if not _blocks_outermost(view, num_blocks):
                 raise UnsupportedError(
@@ -523,6 +521,13 @@ def kv_regions(caches: dict[str, torch.Tensor], num_blocks: int) -> list[LocalRe
     return regions
 
 
+def _views(tensor: torch.Tensor, num_blocks: int) -> list[torch.Tensor]:
+    """A layer's cache, or its K and its V where those are apart: blocks come first in each."""
+    if tensor.shape[0] == 2 and not _blocks_outermost(tensor, num_blocks):
+        return [tensor[0], tensor[1]]
+    return [tensor]
+
+
 def _blocks_outermost(view: torch.Tensor, num_blocks: int) -> bool:
     """Whether the view fills its memory without gaps, its first dimension slowest."""
     if view.shape[0] % num_blocks:
@@ -534,11 +539,8 @@ def _blocks_outermost(view: torch.Tensor, num_blocks: int) -> bool:
 
 def kernel_blocks(caches: dict[str, torch.Tensor], num_blocks: int) -> int:
     """How many blocks of an attention kernel's make up one of the scheduler's, at most."""
-    most = 1
-    for tensor in caches.values():
-        apart = tensor.shape[0] == 2 and not _blocks_outermost(tensor, num_blocks)
-        most = max(most, int(tensor.shape[1 if apart else 0]) // num_blocks)
-    return most
+    views = [view for tensor in caches.values() for view in _views(tensor, num_blocks)]
+    return max(int(view.shape[0]) // num_blocks for view in views)
 
 
 def kv_heads(
