@@ -284,14 +284,17 @@ class History:
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
-    """JSON objects with an event; one may stand behind a prefix of vLLM's, or be cut off."""
+    """JSON objects with an event; one may stand behind a prefix of vLLM's or another object, where
+    two processes wrote at once, or be cut off."""
+    decoder = json.JSONDecoder()
     for text in path.read_text(errors="replace").splitlines():
         start = text.find('{"')
-        if start < 0:
-            continue
-        try:
-            line = json.loads(text[start:])
-        except ValueError:
-            continue
-        if isinstance(line, dict) and isinstance(line.get("event"), str):
-            yield line
+        while start >= 0:
+            try:
+                line, end = decoder.raw_decode(text, start)
+            except ValueError:
+                end = start + 1
+            else:
+                if isinstance(line, dict) and isinstance(line.get("event"), str):
+                    yield line
+            start = text.find('{"', end)

@@ -34,7 +34,9 @@ def get_logger(part: str) -> Any:
     name = os.environ.get("KVSHUTTLE_LOG_LEVEL", "info").upper()
     level = logging.getLevelNamesMapping().get(name, logging.INFO)
     return structlog.wrap_logger(
-        structlog.PrintLogger(sys.stderr),
+        # A line is one write: an engine's processes share their stderr, and a line in two pieces
+        # has another process's in its midst now and then.
+        structlog.WriteLogger(sys.stderr),
         processors=[
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),

@@ -258,6 +258,19 @@ def test_what_may_be() -> None:
     assert History(added(lineage)).problems() == []
 
 
+def test_two_processes_lines_in_one_are_read(tmp_path: Path) -> None:
+    """A program that writes a line in two pieces lets another's come between."""
+    log = tmp_path / "engine.log"
+    one, two = (
+        json.dumps({"part": "agent.journal", "event": name, "pid": 5, "of": {"n": 1}})
+        for name in ("chunk_held", "chunk_let_go")
+    )
+    log.write_text(f'{one}{two}\n\n(Worker) {{"torn": 1, {one}\nvLLM says {{"x"}} {two}\n')
+    history = History()
+    history.read_agent(log)
+    assert [x.name for x in history.entries] == ["chunk_held", "chunk_let_go"] * 2
+
+
 def test_logs_are_read(tmp_path: Path) -> None:
     """With vLLM's lines among the agent's, and a line that was cut off."""
     engine, control_plane = tmp_path / "engine.log", tmp_path / "cp.log"
