@@ -239,7 +239,7 @@ class Run:
         """One conversation on every arm of the group, turn by turn, who goes first changing."""
         if plan.tokens > self._options.pool.tokens:
             raise ValueError(f"{plan.name} needs {plan.tokens} tokens of KV: the pool is too small")
-        history = History(plan, self._count(clients[0].arm.url))
+        history = History(plan, self._count(clients[0].arm))
         active = list(clients)
         for number, turn in enumerate(plan.turns, start=1):
             messages = history.ask(number)
@@ -280,7 +280,7 @@ class Run:
             client.arm.rest()
 
     @staticmethod
-    def _count(url: str) -> Callable[[Sequence[Message]], int]:
+    def _count(arm: Arm) -> Callable[[Sequence[Message]], int]:
         def count(messages: Sequence[Message]) -> int:
             body = {
                 "model": "model",
@@ -289,7 +289,7 @@ class Run:
             }
             if not messages:
                 return 0
-            answer = local_http.post(f"{url}/tokenize", json=body, timeout=30)
+            answer = local_http.post(f"{arm.prefill.url}/tokenize", json=body, timeout=30)
             answer.raise_for_status()
             return int(answer.json()["count"])
 
@@ -305,7 +305,7 @@ class Run:
             return
         for number in range(self._options.pairs):
             plan = alone(number, PAIR_TOKENS)
-            messages = History(plan, self._count(both[0].arm.url)).ask(1)
+            messages = History(plan, self._count(both[0].arm)).ask(1)
             made: list[Sample] = []
             for client in both if number % 2 else both[::-1]:
                 name = f"{plan.name}-{client.arm.kind.key}-{self._group}"
