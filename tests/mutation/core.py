@@ -468,13 +468,15 @@ CORE = (
         "make_room_takes_leases",
         "pressure takes no leased range",
         AGENT + "source.py",
-        ("        if self._store.free_blocks >= wanted_free:\n            return\n        hard"),
+        (
+            "        if self._store.free_blocks >= wanted_free:\n            return\n        for replica"
+        ),
         (
             "        for lease in list(self._leases.values()):\n"
             '            self._close(lease, "PRESSURE")\n'
             "        if self._store.free_blocks >= wanted_free:\n"
             "            return\n"
-            "        hard"
+            "        for replica"
         ),
         (
             "tests/unit/dataplane/test_scheduler_side.py::test_under_pressure_the_soonest_to_expire_goes_first_and_leases_stay",

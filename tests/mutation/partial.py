@@ -45,9 +45,9 @@ PARTIAL = (
         "tail_of_a_soft_replica",
         "a partial block is offered only while it is held",
         AGENT + "source.py",
-        "        hold, replica.hold = replica.hold, None\n        self._drop_tail(replica)\n",
+        "        self._replicas.turned_soft(replica)\n        self._drop_tail(replica)\n",
         (
-            "        hold, replica.hold = replica.hold, None\n"
+            "        self._replicas.turned_soft(replica)\n"
             "        if replica.tail_hold is not None:\n"
             "            self._holds.release(replica.tail_hold)\n"
         ),

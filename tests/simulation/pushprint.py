@@ -165,10 +165,10 @@ def _of_push(world: PushWorld, node: Node) -> tuple[Any, ...]:
         ),
         tuple(
             (
-                *(key, x.hold is not None, x.available, left(x.expires_ns)),
+                *(x.key, x.hold is not None, x.available, left(x.expires_ns)),
                 max(0, x.filled_after - agent.source.steps()[1]),
             )
-            for key, x in agent.source._replicas.items()
+            for x in agent.source._replicas.all()
         ),
         tuple((i, x.hold.kind.value, x.hold.ended) for i, x in agent.destination._loads.items()),
     )

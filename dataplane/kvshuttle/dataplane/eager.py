@@ -21,6 +21,8 @@ from kvshuttle.dataplane.limits import (
     DEADLINE_MARGIN_NS,
     EAGER_FREE_SHARE,
     EAGER_PIECE_BLOCKS,
+    EAGER_PIECE_NS,
+    EAGER_PIECE_SHARE,
     EAGER_REMEMBERED,
     QUARANTINE_SHARE,
 )
@@ -241,7 +243,7 @@ class EagerSide:
         if self.holds.quarantined_blocks > QUARANTINE_SHARE * self.store.total_blocks:
             return "QUARANTINE_FULL"
         room = self.store.free_blocks - int(EAGER_FREE_SHARE * self.store.total_blocks)
-        indexes = job.missing[: max(0, min(EAGER_PIECE_BLOCKS, room))]
+        indexes = job.missing[: max(0, min(self._piece_blocks(job), room))]
         if not indexes:
             return "NO_ROOM"
         remote = [job.grant.block_ids[i] for i in indexes]
@@ -277,6 +279,16 @@ class EagerSide:
                 )
             )
         return ""
+
+    def _piece_blocks(self, job: _Return) -> int:
+        """Blocks that one READ moves. A busy engine orders one piece a step, so it is as much as
+        the pieces before have moved in a step's time."""
+        if not job.transfer_ns:
+            return EAGER_PIECE_BLOCKS
+        as_fast = job.blocks * EAGER_PIECE_NS // job.transfer_ns
+        return max(
+            EAGER_PIECE_BLOCKS, min(as_fast, int(EAGER_PIECE_SHARE * self.store.total_blocks))
+        )
 
     def _land(self, job: _Return, piece: _Piece) -> None:
         """Enters what was read and confirmed into the prefix cache."""

@@ -12,6 +12,8 @@ __all__ = [
     "DEADLINE_MARGIN_NS",
     "EAGER_FREE_SHARE",
     "EAGER_PIECE_BLOCKS",
+    "EAGER_PIECE_NS",
+    "EAGER_PIECE_SHARE",
     "EAGER_REMEMBERED",
     "EVENTS_BYTES",
     "HUGE_PAGES_NS",
@@ -131,8 +133,17 @@ EAGER_FREE_SHARE = 0.10
 the requests that come meanwhile, so that a guess about the next turn makes no present one wait."""
 
 EAGER_PIECE_BLOCKS = 64
-"""Blocks that one eager READ moves: some ms each, so that a turn which arrives in the midst finds
-most of its prefix landed, and long enough that asking the source after each piece costs little."""
+"""Blocks that an eager return's first READ moves, and each at least: some ms, so that a turn which
+arrives in the midst finds most of its prefix landed, and long enough that asking the source after
+each piece costs little."""
+
+EAGER_PIECE_NS = 20_000_000
+"""What a READ after the first may take at the speed of those before it. An engine that computes
+orders one a step, of some 20 ms where a link moves 64 blocks in 3."""
+
+EAGER_PIECE_SHARE = 0.03
+"""Share of the pool that one such READ may take: a quarantine, if it fails, of a third of what may
+be in quarantine at all."""
 
 EAGER_REMEMBERED = 4_096
 """Ended eager leases remembered, so that a request which was told to wait for one knows that it is

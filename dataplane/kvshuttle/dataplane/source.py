@@ -6,7 +6,6 @@ has passed; nothing else ends it: not a revoke, not a session's end, not a lost 
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,47 +19,15 @@ from kvshuttle.dataplane.limits import MAX_SOFT_REPLICAS
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.matching import Tail
 from kvshuttle.dataplane.outbox import Outbox
+from kvshuttle.dataplane.replicas import Replica, ReplicaTable
 from kvshuttle.dataplane.turns import TurnLeg
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
 from kvshuttle.v1 import session_service_pb2 as session_pb2
 from kvshuttle.v1 import types_pb2
 
-__all__ = ["Replica", "SourceLease", "SourceSide"]
+__all__ = ["SourceLease", "SourceSide"]
 
 _log = get_logger("source")
-
-ReplicaKey = tuple[str, str, bytes]
-"""(tenant, session, head hash)."""
-
-
-@dataclass(eq=False)
-class Replica:
-    """A copy of ``chain[0:available)`` in this engine, found under its whole chain's head. Soft
-    when ``hold`` is None. It gets shorter when vLLM reuses soft blocks, and when told to."""
-
-    tenant: str
-    session_id: str
-    hashes: tuple[bytes, ...]
-    hold: Hold | None
-    expires_ns: int
-    available: int = -1
-    # Where its blocks lay when it turned soft, and stay until they are reused, which is told.
-    soft_ids: tuple[int, ...] = ()
-    # What follows its last full block. Only while it is hard: the engine's cache does not know a
-    # partial block, so nothing would find it again, nor tell that it was reused.
-    tail: Tail | None = None
-    tail_hold: Hold | None = None
-    # The step after which all its blocks are filled: vLLM caches a block when it schedules it.
-    filled_after: int = 0
-
-    def __post_init__(self) -> None:
-        if self.available < 0:
-            self.available = len(self.hashes)
-
-    @property
-    def key(self) -> ReplicaKey:
-        """Its identity."""
-        return self.tenant, self.session_id, self.hashes[-1]
 
 
 @dataclass(eq=False)
@@ -99,7 +66,7 @@ class SourceSide:
         self._out = outbox
         self._clock = clock
         self._block_size = block_size
-        self._replicas: OrderedDict[ReplicaKey, Replica] = OrderedDict()
+        self._replicas = ReplicaTable()
         self._leases: dict[str, SourceLease] = {}
         # Soft replicas by the blocks that they count on, with the block's place in the chain; and
         # blocks that vLLM has handed out since the last look.
@@ -139,10 +106,10 @@ class SourceSide:
         if tail is not None:
             replica.tail = tail
             replica.tail_hold = self._holds.take(HoldKind.REPLICA, [tail.block_id])
-        for old in self._of_session(leg.tenant, leg.session_id):
+        for old in self._replicas.of_session(leg.tenant, leg.session_id):
             if replica.hashes[: len(old.hashes)] == old.hashes:
                 self._forget(old, "SUPERSEDED", tell=old.key != replica.key)
-        self._replicas[replica.key] = replica
+        self._replicas.add(replica)
         self._out.emit(agent_pb2.AgentEvent(offered=self._describe(replica, leg.token, leg.leg)))
         self._bound_soft()
         return replica
@@ -166,15 +133,15 @@ class SourceSide:
         if not block_ids:
             return
         chain = tuple(hashes[: len(block_ids)])
-        for old in self._of_session(tenant, session_id):
+        for old in self._replicas.of_session(tenant, session_id):
             if old.hold is None and chain[: len(old.hashes)] == old.hashes:
                 self._forget(old, "SUPERSEDED", tell=old.hashes != chain)
         replica = Replica(tenant, session_id, chain, None, 0)
         known, begun = filled or {}, self.steps_begun
         replica.filled_after = max(known.get(block_id, begun) for block_id in block_ids)
-        if replica.key in self._replicas:
+        if self._replicas.get(replica.key) is not None:
             return  # it is held hard already
-        self._replicas[replica.key] = replica
+        self._replicas.add(replica)
         self._watch(replica, self._holds.take(HoldKind.REPLICA, block_ids))
         self._out.emit(
             agent_pb2.AgentEvent(offered=self._describe(replica, "", types_pb2.LEG_UNSPECIFIED))
@@ -202,7 +169,7 @@ class SourceSide:
 
     def release(self, tenant: str, session_id: str, head_hash: bytes) -> None:
         """Obeys ReleaseReplica; leases keep their own holds."""
-        for replica in self._of_session(tenant, session_id):
+        for replica in self._replicas.of_session(tenant, session_id):
             if not head_hash or replica.hashes[-1] == head_hash:
                 self._forget(replica, "RELEASED")
 
@@ -237,25 +204,19 @@ class SourceSide:
         """
         if self._store.free_blocks >= wanted_free:
             return
-        hard = sorted(
-            (r for r in self._replicas.values() if r.hold is not None),
-            key=lambda r: r.expires_ns,
-        )
-        for replica in hard:
+        for replica in sorted(self._replicas.hard, key=lambda r: r.expires_ns):
             self._soften(replica, "PRESSURE")
             if self._store.free_blocks >= wanted_free:
                 return
 
     def drop_replicas(self, reason: str) -> None:
         """Lets every replica go, for a reset of the engine's cache or a shutdown."""
-        for replica in list(self._replicas.values()):
+        for replica in self._replicas.all():
             self._forget(replica, reason)
 
     def inventory(self) -> list[agent_pb2.ReplicaOffered]:
         """Every replica, for a hello; any thread."""
-        # A copy first: the link's thread calls this while the scheduler's changes the table.
-        replicas = list(self._replicas.values())
-        return [self._describe(r, "", types_pb2.LEG_UNSPECIFIED) for r in replicas]
+        return [self._describe(r, "", types_pb2.LEG_UNSPECIFIED) for r in self._replicas.all()]
 
     def blocks_of(
         self,
@@ -268,7 +229,7 @@ class SourceSide:
         """Where these blocks of a session's chain, and the partial one behind them, lie in a held
         replica; empty if in none."""
         end = start + len(hashes)
-        for replica in self._of_session(tenant, session_id):
+        for replica in self._replicas.of_session(tenant, session_id):
             if replica.hold is None or list(replica.hashes[start:end]) != list(hashes):
                 continue
             if not self._filled(replica):
@@ -446,14 +407,14 @@ class SourceSide:
         for lease in list(self._leases.values()):
             if now >= lease.deadline_ns:
                 self._close(lease, "DEADLINE")
-        for replica in list(self._replicas.values()):
-            if replica.hold is not None and now >= replica.expires_ns:
+        for replica in self._replicas.hard:
+            if now >= replica.expires_ns:
                 self._soften(replica, "EXPIRED")
 
     def next_deadline(self) -> int | None:
         """The next instant at which :meth:`expire` has something to do."""
         times = [x.deadline_ns for x in self._leases.values() if not x.closing]
-        times += [r.expires_ns for r in self._replicas.values() if r.hold is not None]
+        times += [r.expires_ns for r in self._replicas.hard]
         return min(times, default=None)
 
     @property
@@ -503,11 +464,6 @@ class SourceSide:
             found.append(replica.soft_ids[index])
         return found
 
-    def _of_session(self, tenant: str, session_id: str) -> list[Replica]:
-        return [
-            r for r in self._replicas.values() if r.tenant == tenant and r.session_id == session_id
-        ]
-
     def _soften(self, replica: Replica, reason: str) -> None:
         if replica.hold is None:
             return
@@ -516,6 +472,7 @@ class SourceSide:
             self._forget(replica, reason)
             return
         hold, replica.hold = replica.hold, None
+        self._replicas.turned_soft(replica)
         self._drop_tail(replica)
         self._watch(replica, hold)
         self._tell(replica, session_pb2.REPLICA_STATE_SOFT, reason)
@@ -536,7 +493,7 @@ class SourceSide:
         self._reused.append(block_id)
 
     def _forget(self, replica: Replica, reason: str, *, tell: bool = True) -> None:
-        self._replicas.pop(replica.key, None)
+        self._replicas.remove(replica.key)
         replica.available = 0
         self._drop_tail(replica)
         if replica.hold is not None:
@@ -553,8 +510,7 @@ class SourceSide:
             replica.tail_hold = None
 
     def _bound_soft(self) -> None:
-        soft = [r for r in self._replicas.values() if r.hold is None]
-        for replica in soft[: max(0, len(soft) - MAX_SOFT_REPLICAS)]:
+        for replica in self._replicas.soft_beyond(MAX_SOFT_REPLICAS):
             self._forget(replica, "REUSED")
 
     def _tell(

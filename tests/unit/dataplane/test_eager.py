@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvshuttle.dataplane import messages as m
-from kvshuttle.dataplane.limits import EAGER_FREE_SHARE, EAGER_PIECE_BLOCKS
+from kvshuttle.dataplane.limits import (
+    EAGER_FREE_SHARE,
+    EAGER_PIECE_BLOCKS,
+    EAGER_PIECE_NS,
+    EAGER_PIECE_SHARE,
+)
 from kvshuttle.dataplane.matching import laid_out_as
 from kvshuttle.dataplane.scheduler import Tick
 from kvshuttle.v1 import agent_service_pb2 as agent_pb2
@@ -44,7 +49,9 @@ def reads(bench: Bench) -> list[m.Read]:
     return [o for o in bench.out.orders if isinstance(o, m.Read)]
 
 
-def end_read(bench: Bench, read: m.Read, reason: str = "", ranks: int = 1) -> None:
+def end_read(
+    bench: Bench, read: m.Read, reason: str = "", ranks: int = 1, took_ns: int = 5_000_000
+) -> None:
     for _ in range(ranks):
         bench.agent.post(
             m.ReadEnded(
@@ -53,7 +60,7 @@ def end_read(bench: Bench, read: m.Read, reason: str = "", ranks: int = 1) -> No
                 not reason,
                 reason,
                 1_000 * len(read.local_block_ids),
-                5_000_000,
+                took_ns,
                 3,
             )
         )
@@ -141,18 +148,35 @@ def test_nothing_is_read_when_all_of_it_is_cached(bench: Bench) -> None:
     assert bench.held == 0
 
 
-def test_a_long_chain_comes_in_pieces_and_the_source_is_told_the_last(bench: Bench) -> None:
+@pytest.mark.parametrize("total", [300, 100_000])
+def test_a_long_chain_comes_in_pieces_and_the_source_is_told_the_last(total: int) -> None:
+    """Where the pool is small, or the link slow, the pieces are."""
+    bench = Bench(total=total)
     hashes = chain(2 * EAGER_PIECE_BLOCKS + 5)
     eager(bench, hashes)
     for count in (EAGER_PIECE_BLOCKS, EAGER_PIECE_BLOCKS, 5):
         read = reads(bench)[-1]
         assert len(read.local_block_ids) == count
         assert read.last == (count == 5)
-        end_read(bench, read)
+        end_read(bench, read, took_ns=5_000_000 if total == 300 else EAGER_PIECE_NS)
     assert len(reads(bench)) == 3
     assert all(bench.pool.lookup(h) is not None for h in hashes)
     (stopped,) = bench.out.take("stopped")
     assert stopped.stats.blocks == len(hashes)
+
+
+def test_the_faster_the_link_the_larger_the_pieces() -> None:
+    """A busy engine orders one piece a step; none takes much of the pool."""
+    total = 20_000
+    bench = Bench(total=total)
+    first, most = EAGER_PIECE_BLOCKS, int(EAGER_PIECE_SHARE * total)
+    eager(bench, chain(first + 4 * first + most + 7))
+    for count, took_ns in ((first, EAGER_PIECE_NS // 4), (4 * first, 1_000), (most, 1), (7, 1)):
+        read = reads(bench)[-1]
+        assert len(read.local_block_ids) == count
+        end_read(bench, read, took_ns=took_ns)
+    (stopped,) = bench.out.take("stopped")
+    assert stopped.stats.blocks == 5 * first + most + 7
 
 
 def test_it_never_takes_the_last_free_blocks(bench: Bench) -> None:
