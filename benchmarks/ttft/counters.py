@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 
 from benchmarks.ttft.arms import Arm
-from kvshuttle.localstack import Engine, local_http
+from kvshuttle.localstack import Engine
 from kvshuttle.localstack.metrics import EXTERNAL_HITS, LOCAL_HITS, PROMPT_TOKENS, Metrics, scrape
 
 __all__ = ["Legs", "Snapshot", "held_blocks", "legs"]
@@ -104,12 +103,3 @@ def held_blocks(arm: Arm, engine: Engine, metrics: Metrics, blocks: int) -> floa
     if arm.view is not None:
         return float(arm.view.workers()[engine.name].pool.held_blocks)
     return metrics.total(_USAGE) * blocks
-
-
-def forget(engine: Engine) -> bool:
-    """Empties an engine's prefix cache; whether it did: vLLM does not while a block is held, and
-    says so in its log only (it answers 200 in any case). Raises httpx.HTTPError."""
-    with engine.log_path.open("rb") as log:
-        log.seek(0, os.SEEK_END)
-        local_http.post(f"{engine.url}/reset_prefix_cache", timeout=30).raise_for_status()
-        return b"Successfully reset prefix cache" in log.read()

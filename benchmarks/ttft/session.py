@@ -15,7 +15,6 @@ import httpx
 from benchmarks.idle_cpu import measure, totals
 from benchmarks.ttft import raw_nixl
 from benchmarks.ttft.arms import ARMS, Arm, ArmKind, Pool, Scenario, open_arm
-from benchmarks.ttft.counters import forget
 from benchmarks.ttft.groups import RESERVE_BYTES, available_bytes, plan_groups, used_bytes
 from benchmarks.ttft.schedule import Plan, alone
 from benchmarks.ttft.texts import History
@@ -175,7 +174,7 @@ class Run:
                 {"group": self._group, "scenario": scenario, "arms": [a.kind.key for a in arms]}
             )
             # It has heard these conversations in the group before.
-            forget(plain.prefill)
+            plain.prefill.reset_prefix_cache()
             patience = self._options.patience_s
             clients = [
                 Client(arm, scenario, self._options.pool, self._group, patience) for arm in arms

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from benchmarks.ttft.arms import Arm, Pool, Scenario
-from benchmarks.ttft.counters import Legs, Snapshot, forget, held_blocks, legs
+from benchmarks.ttft.counters import Legs, Snapshot, held_blocks, legs
 from benchmarks.ttft.noise import Noise, wait_for_quiet
 from benchmarks.ttft.proxy import PREFILL_HEADER
 from kvshuttle.localstack import Answer, ChatClient, Message, user
@@ -208,7 +208,7 @@ class Client:
             )
             time.sleep(SPIN_S)
             # Where it cannot, less comes back than the whole, and the return is not counted.
-            forget(self.arm.prefill)
+            self.arm.prefill.reset_prefix_cache()
         finally:
             control_plane.resume()
         deadline = time.monotonic() + RETURN_TIMEOUT_S
@@ -307,7 +307,7 @@ class _Dropper:
         try:
             deadline = time.monotonic() + DROP_TIMEOUT_S
             while not self._over.is_set() and time.monotonic() < deadline:
-                if forget(self._arm.prefill):
+                if self._arm.prefill.reset_prefix_cache():
                     self._dropped_at = time.monotonic()
                     return
                 time.sleep(POLL_S)

@@ -9,7 +9,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import httpx
 import pytest
 
 from kvshuttle.localstack import (
@@ -48,11 +47,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.timeout(600))
 
 
-def reset_cache(engine: Engine) -> httpx.Response:
-    """Empties vLLM's prefix cache."""
-    return local_http.post(f"{engine.url}/reset_prefix_cache", timeout=10)
-
-
 def hooks_failed(engine: Engine) -> list[str]:
     """The first lines of an engine's log that tell of a failure inside its agent."""
     text = engine.log_path.read_text(errors="replace")
@@ -85,16 +79,8 @@ class Cluster:
         assert_nothing_leaked(self.view, self.baseline)
 
     def forget_prefill(self) -> None:
-        """Empties prefill's own cache, as an eviction would; waits until nothing is held there."""
-        deadline = time.monotonic() + 20
-        while True:
-            response = reset_cache(self.prefill)
-            # vLLM answers 200 either way; what was cached shows whether it could.
-            if response.status_code == 200 and not self.held(PREFILL):
-                reset_cache(self.prefill)
-                return
-            assert time.monotonic() < deadline, "prefill still holds blocks"
-            time.sleep(0.1)
+        """Empties prefill's own cache, as an eviction would, once nothing is held there."""
+        self.prefill.wait_prefix_cache_reset()
 
     def held(self, worker_id: str) -> int:
         """Held blocks, as of the last heartbeat."""

@@ -11,7 +11,7 @@ from kvshuttle.localstack import Answer
 from kvshuttle.localstack.metrics import EXTERNAL_HITS, LOCAL_HITS
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from kvshuttle.v1 import types_pb2
-from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster, reset_cache
+from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster
 from tests.e2e.steps import BLOCK, tries, turn, wait_until
 from tests.support.conversation import (
     Conversation,
@@ -132,7 +132,7 @@ def test_the_oracle_sees_a_corrupted_one(cluster: Cluster, oracle: Oracle) -> No
     # Both engines have cached what was computed from it.
     cluster.view.end_session(talk.session)
     cluster.forget_prefill()
-    reset_cache(cluster.decode)
+    cluster.decode.wait_prefix_cache_reset()
 
 
 def test_a_session_that_ends_in_the_midst_of_it(cluster: Cluster, oracle: Oracle) -> None:

@@ -16,7 +16,7 @@ import pytest
 from kvshuttle.localstack import local_http, user
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from kvshuttle.v1 import types_pb2
-from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster, reset_cache
+from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster
 from tests.e2e.steps import BLOCK, ask, has_moved, transferring, tries, turn, wait_until
 from tests.support.conversation import (
     Conversation,
@@ -26,7 +26,6 @@ from tests.support.conversation import (
 )
 
 pytestmark = pytest.mark.usefixtures("nothing_leaked")
-RESET = "Successfully reset prefix cache"
 
 
 @pytest.mark.parametrize("stream", [True, False])
@@ -266,13 +265,7 @@ def test_a_reset_of_the_cache_lets_go_first(cluster: Cluster, oracle: Oracle) ->
     talk = Conversation("reset", seed=39)
     turn(cluster, oracle, talk)
     wait_until(lambda: cluster.held(DECODE) > 0, "decode holds the session's KV")
-    before = cluster.decode.log_path.read_text(errors="replace").count(RESET)
-    reset_cache(cluster.decode).raise_for_status()
-    # vLLM answers 200 either way; its log tells whether it found the pool free.
-    wait_until(
-        lambda: cluster.decode.log_path.read_text(errors="replace").count(RESET) > before,
-        "vLLM has reset its cache at the first asking",
-    )
+    assert cluster.decode.reset_prefix_cache(), "vLLM found the pool not free at the first asking"
     wait_until(lambda: not cluster.view.session(talk.session).replicas, "the replica is gone")
     cluster.forget_prefill()
     assert turn(cluster, oracle, talk) == 0
@@ -295,7 +288,7 @@ def test_a_corrupted_block_is_seen_by_the_oracle(cluster: Cluster, oracle: Oracl
     # Both engines have cached what was computed from it.
     cluster.view.end_session(talk.session)
     cluster.forget_prefill()
-    reset_cache(cluster.decode)
+    cluster.decode.wait_prefix_cache_reset()
 
 
 def test_a_transfer_that_stands_still_and_decode_killed_during_another(

@@ -19,7 +19,7 @@ import pytest
 from kvshuttle.localstack import Answer, Message, local_http, user
 from kvshuttle.localstack.metrics import EXTERNAL_HITS
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
-from tests.e2e.conftest import DECODE, PREFILL, Cluster, reset_cache
+from tests.e2e.conftest import DECODE, PREFILL, Cluster
 from tests.e2e.steps import BLOCK, tries, turn, wait_for_leases, wait_until
 from tests.e2e.test_going_away import Request
 from tests.support.conversation import (
@@ -165,7 +165,7 @@ def test_what_prefill_has_cached_is_written_too(cluster: Cluster, oracle: Oracle
     """Another session's prompt is the same, so prefill computes its last block only."""
     messages = [user("The same start. " + text(300, 83))]
     for session in ("push-hit-a", "push-hit-b"):
-        reset_cache(cluster.decode)
+        cluster.decode.wait_prefix_cache_reset()
         answer = cluster.client.ask(messages, session=session, max_tokens=16)
         oracle.check(answer, messages)
         cluster.wait_offered(session)
@@ -250,7 +250,7 @@ def test_a_corrupted_block_is_seen_by_the_oracle(cluster: Cluster, oracle: Oracl
             break
     assert differences(answer, oracle.answer(messages)) != []
     wait_until(lambda: not cluster.held(DECODE), "decode has let go")
-    reset_cache(cluster.decode)
+    cluster.decode.wait_prefix_cache_reset()
 
 
 def test_a_push_that_stands_still_and_prefill_killed_in_the_midst_of_another(

@@ -29,7 +29,7 @@ from kvshuttle.localstack import (
 from kvshuttle.localstack.metrics import EXTERNAL_HITS, LOCAL_HITS
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from kvshuttle.v1 import types_pb2
-from tests.e2e.conftest import DECODE, PREFILL, TINY, engine_spec, hooks_failed, reset_cache
+from tests.e2e.conftest import DECODE, PREFILL, TINY, engine_spec, hooks_failed
 from tests.e2e.steps import BLOCK, wait_until
 from tests.support.adapters import make_adapter
 from tests.support.conversation import (
@@ -201,7 +201,7 @@ def test_ranks_exchange_heads_both_ways(pair: Pair, oracle: Oracle) -> None:
         wait_until(returned_eagerly, "what decode generated is back")
         if number == 1:
             # It is lost again: the third turn gets it while it waits.
-            assert reset_cache(pair.prefill).status_code == 200
+            pair.prefill.wait_prefix_cache_reset()
     # What came back eagerly is a local hit, but for a last block that is not full.
     assert returned[1] < BLOCK < returned[2]
     assert pair.decode.metrics().total(EXTERNAL_HITS) > 0
@@ -241,7 +241,7 @@ def test_the_kv_of_an_adapter_is_nobody_elses(pair: Pair) -> None:
     before = _hits(pair)[1]
     for model in ("model", *ADAPTERS):
         # Prefill's own copy is lost; decode has one, of another session.
-        assert reset_cache(pair.prefill).status_code == 200
+        pair.prefill.wait_prefix_cache_reset()
         local, external = _hits(pair)
         again = pair.ask(messages, f"again-{model}", model=model)
         assert sum(_hits(pair)) > local + external

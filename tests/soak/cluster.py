@@ -20,7 +20,6 @@ from kvshuttle.localstack import (
     Stack,
     engine_cpus,
     kvshuttle_transfer,
-    local_http,
 )
 from tests.support.ahead import schedules_ahead
 from tests.support.leaks import free_blocks
@@ -33,7 +32,6 @@ WINDOW = 2_048
 # Eight clients with prompts of up to 64 blocks, answers of up to ten: less than they want, so that
 # decode preempts and both evict. One request of the whole window must fit.
 POOL_BLOCKS = {PREFILL: 120, DECODE: 76}
-RESET = "Successfully reset prefix cache"
 PREEMPTIONS = "vllm:num_preemptions_total"
 DEAD_CORE = "EngineDeadError"
 # What no program may write into its log. vLLM's API server has a trace of every request whose
@@ -60,6 +58,8 @@ class SoakCluster:
     # Instants (monotonic) between which some program was dead: requests may fail there, and only
     # there.
     outages: list[tuple[float, float]] = field(default_factory=list)
+    # Caches that were dropped.
+    resets: int = 0
     # Processes of servers whose computing part the soak has killed.
     crashed: set[int] = field(default_factory=set)
     # Faults of prefill that stay planted all the time, to see the oracles object.
@@ -103,7 +103,7 @@ class SoakCluster:
 
     def evict(self, name: str) -> None:
         """Asks vLLM to drop its prefix cache; it does when nothing runs."""
-        local_http.post(f"{self.engines[name].url}/reset_prefix_cache", timeout=30)
+        self.resets += self.engines[name].reset_prefix_cache()
 
     def count_preemptions(self) -> None:
         """Adds up each engine's own count; it starts anew with its process."""
@@ -122,14 +122,6 @@ class SoakCluster:
     def preemptions(self) -> int:
         """As counted by the engines."""
         return int(sum(self._preempted.values()))
-
-    @property
-    def resets(self) -> int:
-        """Caches that were dropped, by vLLM's own word: it does not while a request runs."""
-        return sum(
-            (self.directory / f"{name}.log").read_text(errors="replace").count(RESET)
-            for name in self.engines
-        )
 
     def start_control_plane(self, *flags: str) -> None:
         """Starts it anew, with other flags if said; waits for agents and gateway."""

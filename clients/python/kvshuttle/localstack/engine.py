@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from kvshuttle.localstack.process import ManagedProcess, ProcessError
 # One engine takes about 40 s on an idle core, three side by side on two cores about 120 s.
 READY_TIMEOUT_S = 420.0
 WARM_UP_TIMEOUT_S = 120.0
+RESET_TIMEOUT_S = 30.0
+RESET_POLL_S = 0.1
 # Where vLLM is on its way, by what it last logged, for those who wait.
 _PHASES = (
     ("Application startup complete", "warming up"),
@@ -176,6 +179,26 @@ class Engine(ManagedProcess):
         except OSError:
             return "starting"
         return next((phase for mark, phase in _PHASES if mark in text), "importing vLLM")
+
+    def reset_prefix_cache(self) -> bool:
+        """Asks vLLM to drop its prefix cache; whether it did: it does not while anybody holds a
+        block, and says so in its log only. It answers a server in development mode
+        (``VLLM_SERVER_DEV_MODE=1``) alone. Raises httpx.HTTPError."""
+        with self.log_path.open("rb") as log:
+            log.seek(0, os.SEEK_END)
+            local_http.post(
+                f"{self.url}/reset_prefix_cache", timeout=RESET_TIMEOUT_S
+            ).raise_for_status()
+            return b"Successfully reset prefix cache" in log.read()
+
+    def wait_prefix_cache_reset(self, timeout_s: float = RESET_TIMEOUT_S) -> None:
+        """Returns once the prefix cache is empty. Raises ProcessError when somebody holds a block
+        for longer."""
+        deadline = time.monotonic() + timeout_s
+        while not self.reset_prefix_cache():
+            if time.monotonic() > deadline:
+                raise ProcessError(f"{self.name}: blocks are held still after {timeout_s:.0f} s")
+            time.sleep(RESET_POLL_S)
 
     def metrics(self) -> metrics.Metrics:
         """vLLM's own counters, now."""
