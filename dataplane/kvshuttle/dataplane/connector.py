@@ -8,7 +8,8 @@ with "nothing to load".
 from __future__ import annotations
 
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -234,7 +235,8 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """vLLM has queued a request: what it may read under must not run out meanwhile."""
         key = leg_of_params(request.kv_transfer_params)
         if self._agent is not None and key is not None:
-            self._agent.arrived(request.request_id, key)
+            with _guarded("on_new_request"):
+                self._agent.arrived(request.request_id, key)
 
     def get_num_new_matched_tokens(
         self, request: Request, num_computed_tokens: int
@@ -298,11 +300,10 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """What the step that is about to run fills for a push."""
         if self._agent is None:
             return []
-        try:
-            return self._agent.push.step(scheduled(output, self._agent.push.wants))
-        except Exception:
-            _log.exception("hook_failed", hook="push_step")
-            return []
+        chunks: list[PushChunk] = []
+        with _guarded("push_step"):
+            chunks = self._agent.push.step(scheduled(output, self._agent.push.wants))
+        return chunks
 
     def has_pending_push_work(self) -> bool:
         """vLLM asks this when it looks for work: the moment to obey commands in an idle engine."""
@@ -313,10 +314,8 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Learns which loads vLLM was told have failed."""
         if self._agent is None or not connector_output.failed_recving:
             return
-        try:
+        with _guarded("update_connector_output"):
             self._agent.load_failed(list(connector_output.failed_recving))
-        except Exception:
-            _log.exception("hook_failed", hook="update_connector_output")
 
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
@@ -325,11 +324,9 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         key = leg_of_params(request.kv_transfer_params)
         if self._agent is None or key is None:
             return False, None
-        try:
+        with _guarded("request_finished"):
             state = finished_state(request, block_ids[0], self._block_size, self._tails)
             self._agent.finished(key, state)
-        except Exception:
-            _log.exception("hook_failed", hook="request_finished")
         self._after_hook()
         return False, None
 
@@ -354,47 +351,36 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def _tend(self, num_requests: int) -> None:
         if self._agent is None:
             return
-        try:
+        with _guarded("tend"):
             self._agent.drain()
             if num_requests:
                 self._agent.make_room(min(self._step_blocks, num_requests + self._step_blocks // 2))
-        except Exception:
-            _log.exception("hook_failed", hook="tend")
         self._after_hook()
 
     def _rest(self) -> None:
         if self._agent is None or not self._alone:
             return
-        try:
+        with _guarded("rest"):
             self._agent.rest(self._probe.has_input)
-        except Exception:
-            _log.exception("hook_failed", hook="rest")
 
     def _computing(self) -> None:
         if self._agent is None:
             return
-        try:
+        with _guarded("computing"):
             self._agent.computing()
-        except Exception:
-            _log.exception("hook_failed", hook="computing")
 
     def _let_go(self) -> None:
         if self._agent is None:
             return
-        try:
+        with _guarded("reset"):
             self._agent.reset()
-        except Exception:
-            _log.exception("hook_failed", hook="reset")
         self._after_hook()
 
     def _after_hook(self) -> None:
         if self._agent is None or self._link is None:
             return
-        try:
+        with _guarded("deadline"):
             self._link.set_deadline(self._agent.next_deadline())
-        except Exception:
-            # What leaves a hook ends the engine.
-            _log.exception("hook_failed", hook="deadline")
 
     def _hello(self) -> agent_pb2.AgentHello:
         """Who this boot is and what it holds; called by the link's thread for every stream."""
@@ -427,6 +413,15 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             push=True,
             past_incarnations=self._agent.incarnations,
         )
+
+
+@contextmanager
+def _guarded(hook: str) -> Iterator[None]:
+    """What leaves a hook ends the engine: it is logged instead."""
+    try:
+        yield
+    except Exception:
+        _log.exception("hook_failed", hook=hook)
 
 
 def _agent_version() -> str:

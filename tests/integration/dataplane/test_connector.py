@@ -75,6 +75,7 @@ def test_no_hook_of_the_scheduler_raises(agent: Any) -> None:
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
     failed: Any = SimpleNamespace(failed_recving={"r"})
 
+    connector.on_new_request(request)
     assert connector.get_num_new_matched_tokens(request, 0) == (0, False)
     connector.update_state_after_alloc(request, blocks, 32)
     connector.build_connector_meta(SimpleNamespace(num_scheduled_tokens={"r": 1}))
