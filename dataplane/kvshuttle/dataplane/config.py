@@ -6,8 +6,8 @@ import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import urlsplit
 
+from kvshuttle.urls import wrong_in_base_url
 from kvshuttle.v1 import types_pb2
 
 __all__ = ["AgentConfig", "ConfigError"]
@@ -102,9 +102,10 @@ class AgentConfig:
             raise ConfigError(
                 f"kv_connector_extra_config.control_plane: {self.control_plane!r}; use host:port"
             )
-        if not _is_base_url(self.url):
+        if wrong := wrong_in_base_url(self.url):
             raise ConfigError(
-                f"kv_connector_extra_config.url: {self.url!r}; use http://host:port of this engine"
+                f"kv_connector_extra_config.url: {self.url!r}: {wrong}; use http://host:port of "
+                "this engine"
             )
         if self.insecure:
             if not _is_loopback(host):
@@ -120,17 +121,6 @@ class AgentConfig:
                     f"kv_connector_extra_config.{key}: {path!r} is not a file; the agent's stream "
                     "gives access to memory and needs mTLS (or insecure: true on loopback)"
                 )
-
-
-def _is_base_url(url: str) -> bool:
-    """Whether a request's path can be put behind it; the control plane refuses what cannot be."""
-    try:
-        parts = urlsplit(url)
-        host, port = parts.hostname, parts.port
-    except ValueError:
-        return False
-    odd = "@" in parts.netloc or any(x in url for x in " ?#")
-    return parts.scheme in ("http", "https") and bool(host) and port != 0 and not odd
 
 
 def _is_loopback(host: str) -> bool:

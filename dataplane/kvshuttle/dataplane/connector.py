@@ -302,7 +302,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             return []
         chunks: list[PushChunk] = []
         with _guarded("push_step"):
-            chunks = self._agent.push.step(scheduled(output, self._agent.push.wants))
+            chunks += self._agent.push.step(scheduled(output, self._agent.push.wants))
         return chunks
 
     def has_pending_push_work(self) -> bool:

@@ -10,7 +10,6 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import httpx
 import yaml
 from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import (
@@ -24,6 +23,7 @@ from pydantic_settings import (
 )
 
 from kvshuttle.client import NO_RETRIES, ClientOptions, Timeouts, TlsOptions
+from kvshuttle.urls import wrong_in_base_url
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -217,8 +217,8 @@ class GatewaySettings(BaseSettings):
     @classmethod
     def _check_urls(cls, value: list[str]) -> list[str]:
         for url in value:
-            if not url.startswith(("http://", "https://")) or not _is_url(url):
-                raise ValueError(f"{url!r} is not a base URL such as http://10.0.0.7:8000")
+            if wrong := wrong_in_base_url(url):
+                raise ValueError(f"{url!r} is not a base URL such as http://10.0.0.7:8000: {wrong}")
         return [url.rstrip("/") for url in value]
 
     @field_validator("control_plane")
@@ -348,13 +348,6 @@ def _check_config(path: Path) -> None:
         raise ConfigFileError(
             f"config file {path} must map names of settings to their values, such as port: 8080"
         )
-
-
-def _is_url(text: str) -> bool:
-    try:
-        return bool(httpx.URL(text).host)
-    except (httpx.InvalidURL, ValueError):
-        return False
 
 
 def _is_loopback(host: str) -> bool:

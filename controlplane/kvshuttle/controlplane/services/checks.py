@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import base64
-import ipaddress
 import json
-import re
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
 
 from kvshuttle.controlplane.model.errors import InvalidFieldError
 from kvshuttle.controlplane.model.terms import Hints, SessionValue
 from kvshuttle.controlplane.services.convert import duration_ns
 from kvshuttle.controlplane.services.wire import COUNT_MAX
+from kvshuttle.urls import wrong_in_base_url
 from kvshuttle.v1 import types_pb2 as types
 
 if TYPE_CHECKING:
@@ -29,9 +27,6 @@ __all__ = ["Checks"]
 E = TypeVar("E", bound="IntEnum")
 DURATION_MAX_NS = 366 * 24 * 3_600 * 1_000_000_000
 """No hint or TTL means more than a year; arithmetic stays far from any overflow."""
-HOST_CHARS = 253
-HOST = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?")
-"""As DNS has names; with underscores, which containers have in theirs."""
 
 
 class Checks:
@@ -75,7 +70,7 @@ class Checks:
     def base_url(self, field: str, value: str) -> str:
         """A server's base URL, as gateways put an API's path behind it."""
         self.text(field, value, self.limits.url_chars, required=True)
-        wrong = _wrong_in_url(value)
+        wrong = wrong_in_base_url(value)
         if wrong:
             raise InvalidFieldError(field, value, f"{wrong}; give a base URL like http://host:8000")
         return value
@@ -203,34 +198,3 @@ class Checks:
     def next_page(*parts: object) -> str:
         """The token for what follows."""
         return base64.urlsafe_b64encode(json.dumps(parts, separators=(",", ":")).encode()).decode()
-
-
-def _wrong_in_url(value: str) -> str:
-    """Why no request can be sent there; empty if one can."""
-    if " " in value or "?" in value or "#" in value:
-        return "it must have no space, query or fragment"
-    try:
-        url = urlsplit(value)
-        host, port = url.hostname or "", url.port
-    except ValueError:
-        return "its host or port cannot be read (ports are 1 to 65535)"
-    if url.scheme not in ("http", "https"):
-        return "it must begin with http:// or https://"
-    if "@" in url.netloc:
-        return "it must have no user or password"
-    if port == 0:
-        return "ports are 1 to 65535"
-    if not _is_host(host, url.netloc):
-        return "it must have a host: a name, an IPv4 address, or an IPv6 address in brackets"
-    return ""
-
-
-def _is_host(host: str, netloc: str) -> bool:
-    if "[" not in netloc:
-        return len(host) <= HOST_CHARS and HOST.fullmatch(host) is not None
-    try:
-        ipaddress.IPv6Address(host)
-    except ValueError:
-        return False
-    before, behind = netloc[: netloc.index("[")], netloc[netloc.index("]") + 1 :]
-    return not before and behind[:1] in ("", ":")
