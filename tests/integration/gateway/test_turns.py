@@ -41,8 +41,16 @@ async def test_two_legs_and_an_end(
     assert end.usage.prompt_tokens == 20
     assert end.usage.cached_tokens == 16
     assert end.usage.output_tokens == 5
-    assert end.usage.time_to_first_token.ToNanoseconds() > 0
+    assert not end.usage.HasField("time_to_first_token"), "an unstreamed answer has no first token"
     assert set(control.tenants) == {"default"}
+
+
+async def test_a_streamed_answer_has_a_time_to_its_first_token(
+    gateway: RunningGateway, control: FakeControlPlane
+) -> None:
+    await gateway.chat(headers={"X-Session-ID": "s1"}, stream=True)
+    await eventually(lambda: control.ends, "EndTurn")
+    assert control.ends[0].usage.time_to_first_token.ToNanoseconds() > 0
 
 
 async def test_prefill_gets_one_token_and_decode_the_request_as_it_is(

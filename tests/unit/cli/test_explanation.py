@@ -73,6 +73,16 @@ def test_what_came_back() -> None:
     assert "40 ms" in story.first_token
 
 
+def test_a_part_is_never_more_than_the_whole() -> None:
+    """The worker's rate is of now, and was another then."""
+    assert "; of it about 40 ms" in one(turn(cached=320), lease(tokens=320)).first_token
+    fast = turn(cached=320)
+    fast.usage.time_to_first_token.FromMilliseconds(30)
+    said = one(fast, lease(tokens=320)).first_token
+    assert "of it" not in said
+    assert "at the worker's rate of now about 40 ms" in said
+
+
 def test_slower_than_predicted_is_told() -> None:
     story = one(turn(cached=320), lease(tokens=320, wait_ms=500))
     assert story.verdict == "neutral"

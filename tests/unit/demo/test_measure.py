@@ -67,6 +67,8 @@ def test_nothing_returned_is_a_failure_from_turn_two_on() -> None:
 def test_a_run_that_broke_off_is_a_failure() -> None:
     assert problems([FIRST], 3) == ["only 1 of 3 turns were run"]
     assert summary([])["identical"] is False
+    assert summary([])["ttft_ratio"] is None, "0 would be the best of all ratios"
+    assert summary([FIRST])["returned_tokens"] is None
 
 
 @pytest.mark.parametrize("width", [80, 100])

@@ -121,6 +121,20 @@ def test_an_early_end_is_told_with_the_tail_of_the_log(tmp_path: Path) -> None:
             stack.start(broken)
 
 
+def test_what_is_left_over_does_not_hide_what_went_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def left_over(stack: Stack) -> None:
+        raise ProcessError("a process is still there")
+
+    monkeypatch.setattr(Stack, "close", left_over)
+    with pytest.raises(ProcessError, match="the reason") as found, Stack() as stack:
+        stack.start(Family(tmp_path, "raise SystemExit('the reason')"))
+    assert found.value.__notes__ == ["a process is still there"]
+    with pytest.raises(ProcessError, match="still there"), Stack():
+        pass
+
+
 def test_one_failure_stops_a_start_of_several(tmp_path: Path) -> None:
     good = Family(tmp_path, name="good")
     with Stack() as stack, pytest.raises(ProcessError, match="broken"):

@@ -296,7 +296,7 @@ def _cached_share(turn: pb.Turn) -> str:
     usage = turn.usage
     return (
         f"{human.count(usage.cached_tokens)} of {human.count(usage.prompt_tokens)} prompt tokens "
-        f"({human.share(usage.cached_tokens, usage.prompt_tokens)}) did not have to be computed"
+        f"({human.share(usage.cached_tokens, usage.prompt_tokens)}) were found or returned"
     )
 
 
@@ -311,8 +311,10 @@ def _first_token(turn: pb.Turn, workers: Mapping[str, cluster_pb.Worker]) -> str
     rate = worker.prefill_tokens_per_second if worker is not None else 0.0
     computed = usage.prompt_tokens - min(usage.cached_tokens, usage.prompt_tokens)
     if rate and computed:
+        # The rate is the worker's of now: then it may have been faster.
+        part = "; of it" if computed / rate <= ttft else "; at the worker's rate of now"
         text += (
-            f", of which about {human.span(computed / rate)} for computing "
+            f"{part} about {human.span(computed / rate)} for computing "
             f"{human.count(computed)} tokens at {human.short(rate)} a second"
         )
     return text

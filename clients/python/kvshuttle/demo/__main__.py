@@ -94,9 +94,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                     display.part_ended(console, process)
                 code = FAILED
     except ProcessError as error:
-        console.print(f"\n{error}", style="red", markup=False)
+        said = "\n".join([str(error), *getattr(error, "__notes__", ())])
+        console.print(f"\n{said}", style="red", markup=False)
         code = NOT_STARTED
     except KeyboardInterrupt:
+        # Behind the ^C that a terminal shows.
+        console.print()
         code = code if options.keep_running and results else INTERRUPTED
     if code in (FAILED, NOT_STARTED):
         console.print(f"The logs are in {directory}", style="dim")

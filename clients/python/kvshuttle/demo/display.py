@@ -253,11 +253,15 @@ def keep_running(console: Console, cluster: DemoCluster, model: str) -> None:
         ("decode engine", cluster.decode.url),
         ("plain engine", cluster.plain.url),
         ("see it move", f"{operators_program()} --target {cluster.control_plane.target} top"),
+        (
+            "in each terminal",
+            f"export KVSHUTTLE_TARGET={cluster.control_plane.target} GATEWAY={cluster.gateway.url}",
+        ),
         ("logs", str(cluster.control_plane.log_path.parent)),
     ]
     console.print()
     for name, value in lines:
-        console.print(Text(f"  {name:<16}", style="bold") + Text(value), soft_wrap=True)
+        console.print(Text(f"  {name:<17}", style="bold") + Text(value), soft_wrap=True)
     console.print("\n  Chat; send the whole conversation again with every turn:", style="dim")
     console.print(
         Text(

@@ -179,17 +179,21 @@ def summary(results: Sequence[TurnResult]) -> dict[str, Any]:
     """The demo's last line: medians over the turns that have something to return."""
     later = [r for r in results if r.turn >= 2]
 
-    def median(values: Sequence[float]) -> float:
-        return statistics.median(values) if values else 0.0
-
-    with_ms = median([r.ttft_with_s * 1e3 for r in later])
-    without_ms = median([r.ttft_without_s * 1e3 for r in later])
-    return {
+    found: dict[str, Any] = {
         "turns": len(results),
         "identical": bool(results) and all(r.identical for r in results),
-        "returned_tokens": round(median([r.returned_tokens for r in later])),
-        "recomputed_tokens": round(median([r.recomputed_tokens for r in later])),
-        "ttft_ms_with": round(with_ms, 1),
-        "ttft_ms_without": round(without_ms, 1),
-        "ttft_ratio": round(with_ms / without_ms, 3) if without_ms else 0.0,
+        # Of no turns there is no median.
+        **dict.fromkeys(("returned_tokens", "recomputed_tokens")),
+        **dict.fromkeys(("ttft_ms_with", "ttft_ms_without", "ttft_ratio")),
     }
+    if later:
+        with_ms = statistics.median(r.ttft_with_s * 1e3 for r in later)
+        without_ms = statistics.median(r.ttft_without_s * 1e3 for r in later)
+        found |= {
+            "returned_tokens": round(statistics.median(r.returned_tokens for r in later)),
+            "recomputed_tokens": round(statistics.median(r.recomputed_tokens for r in later)),
+            "ttft_ms_with": round(with_ms, 1),
+            "ttft_ms_without": round(without_ms, 1),
+            "ttft_ratio": round(with_ms / without_ms, 3),
+        }
+    return found

@@ -222,8 +222,11 @@ class TurnRun:
 
     def _note_first_token(self, *, stream: bool) -> None:
         elapsed = time.monotonic() - self.request.started
-        self._placing.cost.time_to_first_token_s = elapsed
         label = "true" if stream else "false"
+        if stream:
+            # Else it is what the whole answer took, which is no time to a first token: nothing that
+            # is predicted or compared is about that.
+            self._placing.cost.time_to_first_token_s = elapsed
         self.services.metrics.time_to_first_token.labels(label).observe(elapsed)
 
     def _log(self, outcome: session.TurnOutcome.ValueType) -> None:

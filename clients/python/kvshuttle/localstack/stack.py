@@ -27,8 +27,14 @@ class Stack:
     def __enter__(self) -> Stack:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
+        try:
+            self.close()
+        except ProcessError as left_over:
+            if not isinstance(error, ProcessError):
+                raise
+            # What went wrong first is the reason.
+            error.add_note(str(left_over))
 
     def start(self, *processes: ManagedProcess) -> None:
         """Starts them side by side and returns when all serve.

@@ -342,6 +342,8 @@ def _learn(w: Work, turn: Turn, outcome: TurnOutcome, usage: Usage | None) -> No
     rates.observe_turn(decode, w.now_ns - turn.begin_ns)
     if turn.prefill is not None or usage is None or not turn.plan.candidates:
         return
+    if not usage.ttft_ns:
+        return  # the answer was not streamed: nobody knows when its first token came
     # Decode's agent cannot tell computing the prompt from generating; the gateway can.
     waited_ns = (turn.plan.predicted_ttft_us - turn.plan.candidates[0].compute_us) * 1_000
     computed = usage.prompt_tokens - min(usage.cached_tokens, usage.prompt_tokens)

@@ -120,7 +120,8 @@ def turn_out(turn: Turn) -> sessions.Turn:
             prompt_tokens=usage.prompt_tokens,
             cached_tokens=usage.cached_tokens,
             output_tokens=usage.output_tokens,
-            time_to_first_token=duration(usage.ttft_ns),
+            # Of an answer that was not streamed nobody knows it.
+            time_to_first_token=duration(usage.ttft_ns) if usage.ttft_ns else None,
         )
         if usage is not None
         else None,

@@ -209,7 +209,8 @@ def _head(found: pb.Session) -> Text:
     head.append(found.session_id, style="bold")
     head.append(f"  tenant {found.tenant}  ")
     head.append_text(human.state(word(found, "state")))
-    head.append(f"  {human.count(found.turn_count)} turns")
+    turns = "turn" if found.turn_count == 1 else "turns"
+    head.append(f"  {human.count(found.turn_count)} {turns}")
     return head
 
 
