@@ -50,7 +50,7 @@ def test_decode_learns_by_turns_that_it_ran_alone() -> None:
     world.do(world.registry.end_turn(world.now, KEY, 2, TurnOutcome.COMPLETED, usage))
     assert world.registry.planner.rates.prefill_rate("d") == pytest.approx(2_000)
     world.offer(decode, 24, second)
-    # What was not streamed has no first token: a whole answer's time is none, nor is no time at all.
+    # What was not streamed has no first token: a whole answer's time is none.
     third = world.begin(prompt_tokens=880)
     assert third.plan.return_mode is ReturnMode.DIRECT
     usage = Usage(880, 740, 8, 0)
