@@ -183,8 +183,11 @@ def summary(results: Sequence[TurnResult]) -> dict[str, Any]:
         "turns": len(results),
         "identical": bool(results) and all(r.identical for r in results),
         # Of no turns there is no median.
-        **dict.fromkeys(("returned_tokens", "recomputed_tokens")),
-        **dict.fromkeys(("ttft_ms_with", "ttft_ms_without", "ttft_ratio")),
+        "returned_tokens": None,
+        "recomputed_tokens": None,
+        "ttft_ms_with": None,
+        "ttft_ms_without": None,
+        "ttft_ratio": None,
     }
     if later:
         with_ms = statistics.median(r.ttft_with_s * 1e3 for r in later)

@@ -455,7 +455,9 @@ class TurnUsage(_message.Message):
     """Tokens generated."""
     @_builtins.property
     def time_to_first_token(self) -> _duration_pb2.Duration:
-        """Time from the request to the first token sent to the client."""
+        """Time from the request to the first token sent to the client. Unset where the answer was not
+        streamed.
+        """
 
     def __init__(
         self,
