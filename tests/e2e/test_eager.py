@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 
 from kvshuttle.localstack import Answer
@@ -133,6 +134,27 @@ def test_the_oracle_sees_a_corrupted_one(cluster: Cluster, oracle: Oracle) -> No
     cluster.view.end_session(talk.session)
     cluster.forget_prefill()
     cluster.decode.wait_prefix_cache_reset()
+
+
+def test_prefill_is_paused_in_the_midst_of_it(cluster: Cluster, oracle: Oracle) -> None:
+    """As before new weights: none of it may be in the cache when the engine goes on."""
+    talk = Conversation("eager-paused", seed=75)
+    with cluster.faults(PREFILL, delay_read_s=2.0):
+        first_turn(cluster, oracle, talk)
+        wait_until(
+            lambda: any(
+                x.state == lease_pb2.LEASE_STATE_ACTIVE for x in leases(cluster, talk.session)
+            ),
+            "it is being read",
+        )
+        said = httpx.post(f"{cluster.prefill.url}/pause", timeout=40)
+    lease = settled(cluster, talk.session, 1)
+    httpx.post(f"{cluster.prefill.url}/resume", timeout=40).raise_for_status()
+    assert said.status_code == 200, said.text
+    assert lease.end_reason == "ENGINE_PAUSED"
+    before = cluster.prefill.metrics().total(LOCAL_HITS)
+    turn(cluster, oracle, talk)
+    assert cluster.prefill.metrics().total(LOCAL_HITS) == before
 
 
 def test_a_session_that_ends_in_the_midst_of_it(cluster: Cluster, oracle: Oracle) -> None:

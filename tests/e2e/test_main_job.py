@@ -271,6 +271,36 @@ def test_a_reset_of_the_cache_lets_go_first(cluster: Cluster, oracle: Oracle) ->
     assert turn(cluster, oracle, talk) == 0
 
 
+@pytest.mark.parametrize(
+    ("phase", "mode", "seed"),
+    [("prefill", "abort", 480), ("prefill", "keep", 481), ("decode", "abort", 482)],
+)
+def test_a_pause_waits_for_what_is_moving(
+    cluster: Cluster, oracle: Oracle, phase: str, mode: str, seed: int
+) -> None:
+    """As before new weights: vLLM resets the cache of an engine that it pauses, and says 500 if it
+    cannot. Prefill has nothing to do but to be read from; decode's request is the one that reads,
+    and is aborted, or not there yet."""
+    engine = {"prefill": cluster.prefill, "decode": cluster.decode}[phase]
+    talk = Conversation(f"pause-{phase}-{mode}", seed=seed)
+    turn(cluster, oracle, talk)
+    messages = talk.say()
+    with cluster.faults(DECODE, delay_read_s=2.0), ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(cluster.client.ask, messages, session=talk.session, max_tokens=16)
+        wait_until(
+            lambda: transferring(cluster, talk.session, types_pb2.DIRECTION_FORWARD),
+            "prefill is being read from",
+        )
+        said = httpx.post(f"{engine.url}/pause", params={"mode": mode}, timeout=40)
+        httpx.post(f"{engine.url}/resume", timeout=40).raise_for_status()
+        assert said.status_code == 200, said.text
+        if phase == "prefill":
+            oracle.check(asked.result(), messages)
+        else:
+            asked.exception()  # over, one way or another
+    turn(cluster, oracle, talk)
+
+
 # Faults.
 
 

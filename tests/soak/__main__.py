@@ -105,6 +105,7 @@ def main() -> int:
     tally.close()
     if options.minutes >= TAME_AFTER_MINUTES and not result["violations"]:
         wanted: tuple[str, ...] = ("turns", "preemptions", "cancels", "evictions", "kills")
+        wanted += ("engine_pauses",)
         wanted += ("eager_tokens",) if options.mode != "lazy" else ()
         wanted += ("returned_tokens",) if options.mode != "eager" else ()
         tame = [name for name in wanted if not result[name]]
@@ -177,6 +178,7 @@ def _result(
         "resets_tried": counts["reset"],
         "kills": counts["kill"],
         "pauses": counts["pause"],
+        "engine_pauses": counts["engine_pause"],
         "failed_in_outages": counts["failed_in_outage"],
         "ties": judge.ties,
         "largest_logprob_difference": round(judge.largest_difference, 7),

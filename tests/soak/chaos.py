@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import httpx
 
 from tests.soak.cluster import DECODE, PREFILL, SoakCluster
+from tests.soak.judge import REQUEST_TIMEOUT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,6 +41,7 @@ class Chaos(threading.Thread):
         self._chance = chance
         self._troubles: list[tuple[float, Callable[[], None]]] = [
             (6.0, self._evict),
+            (2.0, self._pause_vllm),
             (2.0, self._pause_engine),
             (1.0, self._pause_gateway),
             (1.0, self._pause_control_plane),
@@ -73,6 +75,23 @@ class Chaos(threading.Thread):
     def _pause_engine(self) -> None:
         engine = self._cluster.engines[self._chance.choice(WORKERS)]
         self._pause(engine, self._chance.choice([0.2, 1.0, 3.0]))
+
+    def _pause_vllm(self) -> None:
+        """As before new weights, told of it: the engine resets its cache, and goes on."""
+        engine = self._cluster.engines[self._chance.choice(WORKERS)]
+        # "keep" cannot reset while a request of the engine's own waits for KV, and says so.
+        mode, may_say = self._chance.choice([("wait", {200}), ("keep", {200, 500})])
+        try:
+            with httpx.Client(base_url=engine.url, timeout=REQUEST_TIMEOUT_S) as http:
+                said = http.post("/pause", params={"mode": mode}).status_code
+                self._tally.add("engine_pause", worker=engine.name, mode=mode, said=said)
+                time.sleep(self._chance.choice([0.0, 0.3, 1.0]))
+                http.post("/resume").raise_for_status()
+        except httpx.HTTPError as error:
+            self._tally.violation(f"{engine.name} does not pause and go on: {error!r}")
+        else:
+            if said not in may_say:
+                self._tally.violation(f"{engine.name} answers {said} to /pause?mode={mode}")
 
     def _pause_gateway(self) -> None:
         self._pause(self._cluster.gateway, self._chance.uniform(0.1, 1.5))

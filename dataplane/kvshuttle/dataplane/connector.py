@@ -306,9 +306,10 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return chunks
 
     def has_pending_push_work(self) -> bool:
-        """vLLM asks this when it looks for work: the moment to obey commands in an idle engine."""
+        """vLLM asks this when it looks for work: the moment to obey commands in an idle engine.
+        True makes it step on, and its pause wait."""
         self._tend(0)
-        return False
+        return self._agent is not None and self._settling(self._agent)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         """Learns which loads vLLM was told have failed."""
@@ -352,10 +353,18 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._agent is None:
             return
         with _guarded("tend"):
+            self._agent.heed_pause(self._probe.paused())
             self._agent.drain()
             if num_requests:
                 self._agent.make_room(min(self._step_blocks, num_requests + self._step_blocks // 2))
         self._after_hook()
+
+    def _settling(self, agent: SchedulerAgent) -> bool:
+        try:
+            return agent.settling()
+        except Exception:
+            _log.exception("hook_failed", hook="settling")
+            return False
 
     def _rest(self) -> None:
         if self._agent is None or not self._alone:

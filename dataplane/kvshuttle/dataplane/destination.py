@@ -123,6 +123,7 @@ class DestinationSide:
         self._unanswered: dict[tuple[str, int], int] = {}
         # As the control plane said; 0 until it has.
         self.checkpoint_interval = 0
+        self._paused = False
 
     # Commands.
 
@@ -135,6 +136,10 @@ class DestinationSide:
             return
         if leg is None or leg.settled or leg.refused:
             self._say_stopped(command.lease_id, agent_pb2.TRANSFER_OUTCOME_UNUSED, "TURN_GONE_ON")
+            return
+        if self._paused:
+            leg.refused = "ENGINE_PAUSED"
+            self._say_stopped(command.lease_id, agent_pb2.TRANSFER_OUTCOME_UNUSED, leg.refused)
             return
         try:
             grant = parse_grant(command)
@@ -195,6 +200,18 @@ class DestinationSide:
         if not lease_id:
             return  # there is no lease, and the turn's leg knows it now
         self._say_stopped(lease_id, agent_pb2.TRANSFER_OUTCOME_REVOKED, reason or "REVOKED")
+
+    def pause(self, paused: bool) -> None:
+        """Whether vLLM is paused. Nobody begins to read then: what is granted goes back, so that
+        sources can be paused too, and may have other weights when this engine goes on."""
+        self._paused = paused
+        for grant in list(self._grants.values()) if paused else ():
+            if grant.request_id:
+                continue
+            leg = self._turns.find((grant.token, grant.leg))
+            if leg is not None:
+                leg.refused = "ENGINE_PAUSED"
+            self._give_back(grant, "ENGINE_PAUSED")
 
     def forget_turn(self, leg: TurnLeg) -> None:
         """A turn is over: what it did not use goes back."""

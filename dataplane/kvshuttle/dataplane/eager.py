@@ -37,6 +37,10 @@ __all__ = ["EagerSide"]
 _log = get_logger("eager")
 
 
+_UNUSED = frozenset({"", "NO_ROOM", "QUARANTINE_FULL", "PRESSURE", "RESET", "ENGINE_PAUSED"})
+"""Why a return that brought nothing is no failure."""
+
+
 @dataclass(eq=False)
 class _Piece:
     """Blocks that one READ fills: `hold` has one reference each."""
@@ -89,6 +93,8 @@ class EagerSide:
     clock: Clock
     block_size: int
     peers: dict[tuple[str, int], str]
+    paused: bool = False
+    """Whether vLLM is: nothing is begun then."""
     _open: dict[str, _Return] = field(default_factory=dict)
     _by_piece: dict[str, _Return] = field(default_factory=dict)
     _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)
@@ -222,6 +228,9 @@ class EagerSide:
     def _why_not(self, grant: Grant) -> str:
         if not self.store.caching:
             return "PREFIX_CACHING_OFF"
+        if self.paused:
+            # What comes from an engine that has yet to be paused may be of weights before these.
+            return "ENGINE_PAUSED"
         if self.source.draining:
             return "DRAINING"
         if self.peers.get(grant.source, "PEER_UNKNOWN"):
@@ -345,7 +354,7 @@ class EagerSide:
             )
         elif job.revoked:
             stopped.outcome = agent_pb2.TRANSFER_OUTCOME_REVOKED
-        elif job.stopping in ("", "NO_ROOM", "QUARANTINE_FULL", "PRESSURE", "RESET"):
+        elif job.stopping in _UNUSED:
             stopped.outcome = agent_pb2.TRANSFER_OUTCOME_UNUSED
             stopped.reason = job.stopping or "LOCAL_HIT"
         else:

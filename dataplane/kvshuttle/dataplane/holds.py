@@ -80,6 +80,7 @@ class HoldTable:
         self._holds: set[Hold] = set()
         self._references: Counter[int] = Counter()
         self._quarantined: Counter[int] = Counter()
+        self._moving = 0
 
     def take(self, kind: HoldKind, block_ids: Sequence[int]) -> Hold:
         """References the blocks, which must be referenced or cached at this moment."""
@@ -91,6 +92,7 @@ class HoldTable:
         hold = Hold(kind, tuple(block_ids), next(self._numbers))
         self._holds.add(hold)
         self._references.update(hold.block_ids)
+        self._moving += kind is not HoldKind.REPLICA
         if kind is HoldKind.QUARANTINE:
             self._quarantined.update(hold.block_ids)
         return hold
@@ -108,6 +110,7 @@ class HoldTable:
             return
         hold.ended = True
         self._holds.discard(hold)
+        self._moving -= hold.kind is not HoldKind.REPLICA
         _subtract(self._references, hold.block_ids)
         if hold.kind is HoldKind.QUARANTINE:
             _subtract(self._quarantined, hold.block_ids)
@@ -121,6 +124,11 @@ class HoldTable:
     def count(self) -> int:
         """Number of holds."""
         return len(self._holds)
+
+    @property
+    def moving(self) -> bool:
+        """Whether any hold is more than a replica: blocks that are, or may be, read or written."""
+        return self._moving > 0
 
     @property
     def held_blocks(self) -> int:

@@ -94,6 +94,11 @@ loop for a second after each, so only fewer steps than that let them rest too.""
 REST_LOOK_NS = 1_000_000
 """How often it looks for input of its engine meanwhile: the longest that a new request waits."""
 
+PAUSE_WAIT_NS = 30 * NS
+"""Longest that vLLM's pause waits for what is read from, or written to, this engine's blocks. What
+nobody reads yet is given back at once, and a read that moves nothing ends after READ_STALL_NS; a
+quarantine may last until somebody attests that its writer is dead."""
+
 STOPPED_POLLING_NS = 10 * NS
 """How long after a push's deadline a WRITE that does not end is asked after: its destination is
 dead then, and until that is attested nothing waits for the answer."""

@@ -19,7 +19,7 @@ from kvshuttle.dataplane.counters import Counters
 from kvshuttle.dataplane.destination import DestinationSide
 from kvshuttle.dataplane.eager import EagerSide
 from kvshuttle.dataplane.holds import BlockStore, HoldTable
-from kvshuttle.dataplane.limits import LONG_REST_NS, REST_LOOK_NS, REST_NS
+from kvshuttle.dataplane.limits import LONG_REST_NS, PAUSE_WAIT_NS, REST_LOOK_NS, REST_NS
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.matching import Tail, TailHash
 from kvshuttle.dataplane.outbox import Outbox
@@ -168,6 +168,8 @@ class SchedulerAgent:
         # Every number that this boot has had, oldest first.
         self._incarnations: list[int] = []
         self._fenced = False
+        # Since when vLLM is paused.
+        self._paused_ns: int | None = None
         self._times: dict[str, _LegTimes] = {}
 
     # From other threads.
@@ -355,6 +357,25 @@ class SchedulerAgent:
         """The step that is being scheduled computes something: who has asked waits for its end."""
         self._stirred = max(self._stirred, self.source.steps_begun)
 
+    def heed_pause(self, paused: bool) -> None:
+        """Whether vLLM is paused, as of now. Then its weights may be about to change: eager returns
+        end, leases that nobody reads yet go back, and neither is begun before it goes on."""
+        if paused == (self._paused_ns is not None):
+            return
+        self._paused_ns = self._clock() if paused else None
+        _log.info("engine_paused" if paused else "engine_goes_on", moving=self._holds.moving)
+        self.eager.paused = paused
+        self.destination.pause(paused)
+        if paused:
+            self.eager.yield_room("ENGINE_PAUSED")
+
+    def settling(self) -> bool:
+        """Whether a pause has to wait: vLLM cannot reset a cache whose blocks are read or written,
+        and a paused engine promises that nothing moves."""
+        if self._paused_ns is None or not self._holds.moving:
+            return False
+        return self._clock() - self._paused_ns < PAUSE_WAIT_NS
+
     def rest(self, has_input: Callable[[], bool]) -> None:
         """Nothing is to be computed in this step. If requests wait for their KV, or for a word on
         it, vLLM's loop would step on and on until it is there, on cores that prefill, and who has
@@ -363,12 +384,13 @@ class SchedulerAgent:
         schedules ahead, it comes to that step's output after this one only."""
         undecided = self.destination.undecided
         awaited = self.landings.awaited + self.destination.loading + len(undecided)
+        settling = self.settling()
         # What waits for a step to be over hears of it in the next one.
-        if not awaited or self._waiting or self.source.steps()[1] < self._stirred:
+        if not (awaited or settling) or self._waiting or self.source.steps()[1] < self._stirred:
             return
         running, waiting = self._counts()
         # Who waits for something else (blocks, a grammar) must be looked at again soon.
-        alone = not running and waiting <= awaited
+        alone = not running and waiting <= awaited and not settling
         now = self._clock()
         # Who has waited for a word for long enough computes.
         rest = min([LONG_REST_NS if alone else REST_NS, *(until - now for until in undecided)])

@@ -8,6 +8,7 @@ The rest of the agent sees plain types only. What is used here, and why it may m
 * ``WorkerProc.rpc_broadcast_mq`` and its ``SpinCondition.last_read``: for a second after each step
   a worker looks for the next one in a tight loop;
 * ``EngineCoreProc.input_queue`` with ``EngineCoreRequestType.WAKEUP``: an idle engine blocks on it;
+* the scheduler's ``get_request_counts``, ``pause_state``, ``schedule``, ``update_from_output``;
 * ``Request``: ``block_hashes``, ``all_token_ids``, ``num_computed_tokens``,
   ``num_in_flight_tokens``, status;
 * ``hash_block_tokens``, ``generate_block_hash_extra_keys``: the hash of a block that is not full;
@@ -48,6 +49,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
     resolve_none_hash_seed,
 )
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
@@ -279,6 +281,8 @@ class EngineProbe:
     steps: Callable[[], tuple[int, int]]
     """How many steps were begun to be scheduled, and how many of these are over: what those fill is
     filled. Steps end in the order in which they began. The scheduler's thread."""
+    paused: Callable[[], bool]
+    """Whether vLLM was told to pause; the scheduler's thread."""
 
 
 class _Steps:
@@ -344,8 +348,11 @@ def engine_probe() -> EngineProbe:
         running, waiting = scheduler.get_request_counts()
         return int(running), int(waiting)
 
+    def paused() -> bool:
+        return scheduler is not None and scheduler.pause_state != PauseState.UNPAUSED
+
     steps = _Steps(scheduler) if scheduler is not None else lambda: (0, 0)
-    return EngineProbe(wake, has_input, counts, steps)
+    return EngineProbe(wake, has_input, counts, steps, paused)
 
 
 class TailHasher:

@@ -28,6 +28,9 @@ class Broken:
 class HalfBroken(Broken):
     """One that only cannot say when it wants to be called next."""
 
+    def heed_pause(self, _paused: bool) -> None:
+        pass
+
     def drain(self) -> None:
         pass
 
@@ -71,6 +74,7 @@ def test_no_hook_of_the_scheduler_raises(agent: Any) -> None:
     connector._block_size = 32
     connector._step_blocks = 8
     connector._alone = True
+    connector._probe = SimpleNamespace(paused=lambda: False)
     request: Any = SimpleNamespace(request_id="r", kv_transfer_params=PARAMS, num_tokens=64)
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
     failed: Any = SimpleNamespace(failed_recving={"r"})
@@ -84,3 +88,18 @@ def test_no_hook_of_the_scheduler_raises(agent: Any) -> None:
     connector.update_connector_output(failed)
     assert connector.request_finished_all_groups(request, ([1, 2],)) == (False, None)
     assert connector.reset_cache() is True
+
+
+@pytest.mark.parametrize("settling", [True, False])
+def test_a_pause_waits_while_something_moves(settling: bool) -> None:
+    """vLLM pauses when no step is left to do, and this is what it asks."""
+    from kvshuttle.dataplane.connector import KVShuttleConnector
+
+    heard: list[bool] = []
+    agent = HalfBroken()
+    vars(agent).update(heed_pause=heard.append, settling=lambda: settling)
+    connector: Any = object.__new__(KVShuttleConnector)
+    connector._agent, connector._link = agent, Broken()
+    connector._probe = SimpleNamespace(paused=lambda: True)
+    assert connector.has_pending_push_work() is settling
+    assert heard == [True]

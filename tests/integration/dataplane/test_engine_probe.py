@@ -53,6 +53,15 @@ def test_a_schedulers_steps_are_counted() -> None:
     assert scheduler.probe.steps() == (3, 3)
 
 
+def test_a_paused_scheduler_is_seen() -> None:
+    from vllm.v1.core.sched.interface import PauseState
+
+    scheduler: Any = Scheduler()
+    for state in PauseState:
+        scheduler.pause_state = state
+        assert scheduler.probe.paused() is (state != PauseState.UNPAUSED)
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [

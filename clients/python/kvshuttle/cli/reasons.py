@@ -301,6 +301,11 @@ _LEGS = {
         "its request had gone on without it by the time it was granted",
         "the source's engine step is long: look at its load",
     ),
+    "ENGINE_PAUSED": Reason(
+        "its engine was paused (vLLM's /pause), and a paused one takes nothing in: the weights may "
+        "be about to change",
+        NOTHING,
+    ),
     "UNKNOWN_TURN": Reason(
         "the engine got a request whose turn was never announced to it, or is over",
         "its session was ended meanwhile, the agent's stream was down, or the request did not come "
