@@ -9,6 +9,7 @@ from __future__ import annotations
 from tests.mutation.core import CORE
 from tests.mutation.eager import EAGER
 from tests.mutation.partial import PARTIAL
+from tests.mutation.pauses import PAUSES
 from tests.mutation.prefixes import PREFIXES
 from tests.mutation.pushes import PUSHES
 from tests.mutation.recovery import RECOVERY
@@ -18,4 +19,15 @@ from tests.mutation.streams import STREAMS
 
 __all__ = ["MUTANTS"]
 
-MUTANTS = (*CORE, *EAGER, *PARTIAL, *PREFIXES, *PUSHES, *RENEWALS, *RECOVERY, *RETENTION, *STREAMS)
+MUTANTS = (
+    *CORE,
+    *EAGER,
+    *PARTIAL,
+    *PAUSES,
+    *PREFIXES,
+    *PUSHES,
+    *RENEWALS,
+    *RECOVERY,
+    *RETENTION,
+    *STREAMS,
+)

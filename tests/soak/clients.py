@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 HANG_S = 120.0
 # Conversations that end up near the window, where the engine refuses what is too long.
 MOST_WORDS = 1_250
+# Between requests to a gateway that is not there.
+DEAD_S = 0.2
 SHARED = ("shared-a", "shared-b")
 
 
@@ -97,6 +99,7 @@ class SoakClient(threading.Thread):
         if reply.status != 200 and out:
             self._tally.add("failed_in_outage", client=self.name, problem=reply.problem[:200])
             talk.messages.pop()
+            time.sleep(DEAD_S)
             return
         if ended - began > HANG_S and not out:
             self._tally.violation(f"{self.name}: {talk.session} took {ended - began:.0f} s")
@@ -233,6 +236,9 @@ class SoakClient(threading.Thread):
                         break
                 else:
                     return  # it was answered before
+        except httpx.ConnectError:
+            time.sleep(DEAD_S)
+            return  # nobody was there to hang up on
         except httpx.HTTPError:
             pass
         self._tally.add("cancel", client=self.name, after_s=round(after_s, 3))

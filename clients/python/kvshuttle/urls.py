@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
-import re
 from urllib.parse import urlsplit
 
-__all__ = ["wrong_in_base_url"]
+from kvshuttle.addresses import HOSTS, PORTS, is_host
 
-# Of DNS: RFC 1035, and underscores, which container networks have in names.
-HOST_CHARS = 253
-HOST = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?")
+__all__ = ["wrong_in_base_url"]
 
 
 def wrong_in_base_url(value: str) -> str:
@@ -19,26 +15,16 @@ def wrong_in_base_url(value: str) -> str:
         return "it must have no space, query or fragment"
     try:
         url = urlsplit(value)
-        host, port = url.hostname or "", url.port
+        port = url.port
     except ValueError:
-        return "its host or port cannot be read (ports are 1 to 65535)"
+        return f"its host or port cannot be read ({PORTS})"
     if url.scheme not in ("http", "https"):
         return "it must begin with http:// or https://"
     if "@" in url.netloc:
         return "it must have no user or password"
     if port == 0:
-        return "ports are 1 to 65535"
-    if not _is_host(host, url.netloc):
-        return "it must have a host: a name, an IPv4 address, or an IPv6 address in brackets"
+        return PORTS
+    host, colon, number = url.netloc.rpartition(":")
+    if not is_host(host if colon and "]" not in number else url.netloc):
+        return f"it must have a host: {HOSTS}"
     return ""
-
-
-def _is_host(host: str, netloc: str) -> bool:
-    if "[" not in netloc:
-        return len(host) <= HOST_CHARS and HOST.fullmatch(host) is not None
-    try:
-        ipaddress.IPv6Address(host)
-    except ValueError:
-        return False
-    before, behind = netloc[: netloc.index("[")], netloc[netloc.index("]") + 1 :]
-    return not before and behind[:1] in ("", ":")

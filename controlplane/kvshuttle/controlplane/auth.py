@@ -7,7 +7,6 @@ token whose SHA-256 is in the tokens file, else, in insecure mode only, from now
 from __future__ import annotations
 
 import hashlib
-import ipaddress
 from dataclasses import dataclass
 from enum import Enum
 from functools import lru_cache
@@ -20,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
     from pathlib import Path
 
-__all__ = ["Caller", "Role", "Tokens", "caller_of_certificate", "is_loopback", "may"]
+__all__ = ["Caller", "Role", "Tokens", "caller_of_certificate", "may"]
 
 TENANT_KEY = "kvshuttle-tenant"
 DEFAULT_TENANT = "default"
@@ -123,16 +122,3 @@ def _entry(path: Path, number: int, entry: Any) -> tuple[str, Caller]:
     if (role == "client") != bool(tenant):
         raise ValueError(f"{where}: a client's token names its tenant, and no other does")
     return digest, Caller(Role(role), str(entry.get("name") or f"token-{number}"), tenant)
-
-
-def is_loopback(address: str) -> bool:
-    """Whether `host:port` (or `unix:path`) can be reached from this machine only."""
-    if address.startswith("unix:"):
-        return True
-    host = address.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -19,7 +19,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from kvshuttle.controlplane.auth import is_loopback
+from kvshuttle.addresses import is_loopback, split_address
 from kvshuttle.controlplane.model.limits import SECOND, Limits, TenantLimits
 
 __all__ = ["Settings", "SettingsError", "load"]
@@ -242,9 +242,7 @@ class Settings(BaseSettings):
     def _address(cls, value: str | None) -> str | None:
         if not value:
             return value
-        host, colon, port = value.rpartition(":")
-        if not colon or not host or not port.isdigit() or int(port) > 65_535:
-            raise ValueError(f"{value!r} is not host:port")
+        split_address(value, any_port=True)
         return value
 
     @field_validator("ready_file")

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvshuttle.addresses import is_loopback, split_address
 from kvshuttle.urls import wrong_in_base_url
 from kvshuttle.v1 import types_pb2
 
@@ -97,18 +97,17 @@ class AgentConfig:
         return config
 
     def _check(self) -> None:
-        host, _, port = self.control_plane.rpartition(":")
-        if not host or not port.isdigit():
-            raise ConfigError(
-                f"kv_connector_extra_config.control_plane: {self.control_plane!r}; use host:port"
-            )
+        try:
+            split_address(self.control_plane)
+        except ValueError as error:
+            raise ConfigError(f"kv_connector_extra_config.control_plane: {error}") from None
         if wrong := wrong_in_base_url(self.url):
             raise ConfigError(
                 f"kv_connector_extra_config.url: {self.url!r}: {wrong}; use http://host:port of "
                 "this engine"
             )
         if self.insecure:
-            if not _is_loopback(host):
+            if not is_loopback(self.control_plane):
                 raise ConfigError(
                     f"kv_connector_extra_config.insecure: true with control_plane "
                     f"{self.control_plane!r}; without TLS only a loopback address is allowed"
@@ -121,12 +120,3 @@ class AgentConfig:
                     f"kv_connector_extra_config.{key}: {path!r} is not a file; the agent's stream "
                     "gives access to memory and needs mTLS (or insecure: true on loopback)"
                 )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -164,6 +166,17 @@ def _begin(session_id: str) -> sessions.BeginTurnRequest:
     return sessions.BeginTurnRequest(session_id=session_id)
 
 
+async def test_a_port_that_speaks_http_is_named_as_such() -> None:
+    """As a gateway's, or an engine's."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), BaseHTTPRequestHandler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        wrong = await kvshuttle("status", "--target", f"127.0.0.1:{server.server_port}")
+        server.shutdown()
+    assert wrong.status == 3
+    assert "does not speak gRPC" in wrong.err
+    assert "not a gateway" in wrong.err
+
+
 async def test_errors_have_a_status_a_reason_and_a_remedy(site: Site) -> None:
     missing = await site.run("session", "nobody")
     assert missing.status == 1
@@ -175,6 +188,10 @@ async def test_errors_have_a_status_a_reason_and_a_remedy(site: Site) -> None:
     assert nowhere.status == 3
     assert "nothing listens there" in nowhere.err
     assert "--target" in nowhere.err
+    for target in ("", "http://127.0.0.1:7400", "127.0.0.1", "127.0.0.1:99999"):
+        none = await kvshuttle("status", "--target", target)
+        assert none.status == 2
+        assert f"target {target!r} is not host:port" in none.err
     told = await kvshuttle("status", "--target", "127.0.0.1:1", "-o", "json")
     assert told.out == ""
     assert '"exit_status": 3' in told.err

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvshuttle.cli.doctor import checks, endpoints, findings
-from kvshuttle.cli.doctor.probe import Certificate, Page, Port, split
+from kvshuttle.cli.doctor.probe import Certificate, Page, Port
 from kvshuttle.cli.doctor.workers import Look
 from kvshuttle.v1 import cluster_service_pb2 as cluster
 from kvshuttle.v1 import lease_service_pb2 as leases
@@ -248,13 +248,6 @@ def test_skew_is_only_told_beyond_what_the_header_can_show() -> None:
     assert endpoints.skew_s([(Page("u", 0), AT), (near, AT)]) == 0.0
     assert endpoints.skew_s([(far, AT)]) == 30.0
     assert endpoints.skew_s([(Page("u", 200), AT)]) is None
-
-
-@pytest.mark.parametrize("address", ["host", ":1", "host:", "host:port", ""])
-def test_addresses(address: str) -> None:
-    with pytest.raises(ValueError, match="HOST:PORT"):
-        split(address)
-    assert split("[::1]:7400") == ("::1", 7_400)
 
 
 def test_status_is_the_worst() -> None:

@@ -11,13 +11,13 @@ import pytest
 
 from kvshuttle.client import (
     AsyncClient,
+    Client,
     ClientOptions,
     DeadlineExceededError,
     NotFoundError,
     OutOfRangeError,
     TlsOptions,
     UnavailableError,
-    is_loopback_target,
 )
 from kvshuttle.v1 import session_service_pb2 as session
 from kvshuttle.v1 import types_pb2 as types
@@ -120,9 +120,14 @@ async def test_a_token_does_not_travel_in_clear_text() -> None:
         AsyncClient("10.0.0.1:50051", ClientOptions(token="secret"))
     with pytest.raises(ValueError, match="both"):
         TlsOptions(cert_file=Path("c"))
-    assert is_loopback_target("[::1]:1")
-    assert is_loopback_target("unix:/run/x")
-    assert not is_loopback_target("dns:///127.0.0.1.example.com:1")
+
+
+async def test_a_target_that_cannot_be_is_told_before_anything_is_asked() -> None:
+    for target in ("", "http://10.0.0.1:7400", "10.0.0.1", "10.0.0.1:99999"):
+        with pytest.raises(ValueError, match="such as 127"):
+            AsyncClient(target)
+        with pytest.raises(ValueError, match="such as 127"):
+            Client(target)
 
 
 async def test_a_long_way_to_the_server(control: FakeControlPlane) -> None:

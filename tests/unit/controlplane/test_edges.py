@@ -13,7 +13,7 @@ import pytest
 from google.protobuf.duration_pb2 import Duration
 
 from kvshuttle.controlplane import clock, settings
-from kvshuttle.controlplane.auth import Role, Tokens, is_loopback, may
+from kvshuttle.controlplane.auth import Role, Tokens, may
 from kvshuttle.controlplane.model import errors, terms
 from kvshuttle.controlplane.model.errors import DomainError, InvalidFieldError
 from kvshuttle.controlplane.model.limits import SECOND, Limits
@@ -82,24 +82,6 @@ def test_a_long_value_is_cut_in_the_message() -> None:
 
 
 # -- access --------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("address", "expected"),
-    [
-        ("127.0.0.1:1", True),
-        ("127.9.9.9:1", True),
-        ("[::1]:1", True),
-        ("localhost:1", True),
-        ("unix:/tmp/x", True),
-        ("0.0.0.0:1", False),
-        ("[::]:1", False),
-        ("10.0.0.1:1", False),
-        ("example.org:1", False),
-    ],
-)
-def test_loopback(address: str, expected: bool) -> None:
-    assert is_loopback(address) is expected
 
 
 def test_policy_by_role() -> None:

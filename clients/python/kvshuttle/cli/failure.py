@@ -126,6 +126,12 @@ def _unreachable(error: KVShuttleError, target: str, *, tls: bool) -> tuple[str,
             f"{target}: nothing listens there",
             "start the control plane, or name its API's address with --target (KVSHUTTLE_TARGET)",
         )
+    if "http1" in low or "failed parsing http/2" in low:
+        return (
+            f"{target} does not speak gRPC",
+            "name the control plane's API with --target (KVSHUTTLE_TARGET), not a gateway, an "
+            "engine, or its metrics" + ("" if tls else "; if it serves TLS, give --ca-file"),
+        )
     if not tls and ("socket closed" in low or "connection reset" in low or "eof" in low):
         return (
             f"{target} closed the connection: {_last(text)}",

@@ -16,7 +16,7 @@ from kvshuttle.client.errors import (
     UnauthenticatedError,
     UnavailableError,
 )
-from kvshuttle.client.options import ClientOptions, Timeouts, TlsOptions, is_loopback_target
+from kvshuttle.client.options import ClientOptions, Timeouts, TlsOptions
 from kvshuttle.client.retries import NO_RETRIES, RetryPolicy
 from kvshuttle.client.sessions import AsyncSession, AsyncTurn, SyncSession, SyncTurn, Value, hints
 from kvshuttle.client.sync import Client
@@ -47,6 +47,5 @@ __all__ = [
     "UnavailableError",
     "Value",
     "hints",
-    "is_loopback_target",
     "new_request_id",
 ]

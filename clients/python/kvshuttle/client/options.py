@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import ipaddress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import grpc
 
+from kvshuttle.addresses import is_loopback, wrong_in_target
 from kvshuttle.client.retries import RetryPolicy
 
 if TYPE_CHECKING:
@@ -102,11 +102,14 @@ class ClientOptions:
     def check(self, target: str) -> None:
         """Whether a channel to this target could be made: files are read, nobody is asked.
 
-        Raises OSError where a file cannot be read, ValueError for a token in clear text.
+        Raises OSError where a file cannot be read, ValueError for no target and for a token in
+        clear text.
         """
+        if wrong := wrong_in_target(target):
+            raise ValueError(f"target {wrong}; give the control plane's, such as 127.0.0.1:7400")
         if self.tls is not None:
             self.tls.credentials()
-        elif self.token is not None and not is_loopback_target(target):
+        elif self.token is not None and not is_loopback(target):
             raise ValueError(
                 f"a token would travel in clear text to {target}: give TLS options, "
                 "or use a loopback address"
@@ -141,16 +144,3 @@ class ClientOptions:
         if acting_for is not None:
             metadata.append(("kvshuttle-tenant", acting_for))
         return tuple(metadata)
-
-
-def is_loopback_target(target: str) -> bool:
-    """Whether a gRPC target is on this machine for certain."""
-    if target.startswith("unix:"):
-        return True
-    host = target.rpartition(":")[0].strip("[]")
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

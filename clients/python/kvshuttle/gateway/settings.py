@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import ipaddress
 import json
 import os
 import re
@@ -22,6 +21,7 @@ from pydantic_settings import (
     YamlConfigSettingsSource,
 )
 
+from kvshuttle.addresses import is_loopback_host, wrong_in_target
 from kvshuttle.client import NO_RETRIES, ClientOptions, Timeouts, TlsOptions
 from kvshuttle.urls import wrong_in_base_url
 
@@ -224,8 +224,8 @@ class GatewaySettings(BaseSettings):
     @field_validator("control_plane")
     @classmethod
     def _check_control_plane(cls, value: str) -> str:
-        if not value.strip():
-            raise ValueError(f"{value!r} is no gRPC target; give host:port, such as 127.0.0.1:7400")
+        if wrong := wrong_in_target(value):
+            raise ValueError(f"{wrong}; give the control plane's, such as 127.0.0.1:7400")
         return value
 
     @field_validator("engine_api_key")
@@ -242,7 +242,11 @@ class GatewaySettings(BaseSettings):
 
     @model_validator(mode="after")
     def _check_exposure(self) -> GatewaySettings:
-        if self.api_keys_file is None and not self.insecure_no_auth and not _is_loopback(self.host):
+        if (
+            self.api_keys_file is None
+            and not self.insecure_no_auth
+            and not is_loopback_host(self.host)
+        ):
             raise ValueError(
                 f"host {self.host} can be reached by others: set api_keys_file, or "
                 "insecure_no_auth to serve everyone as tenant 'default'"
@@ -348,12 +352,3 @@ def _check_config(path: Path) -> None:
         raise ConfigFileError(
             f"config file {path} must map names of settings to their values, such as port: 8080"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -13,6 +13,7 @@ import grpc
 from rich.table import Table
 from rich.text import Text
 
+from kvshuttle.addresses import split_address
 from kvshuttle.cli import failure, human
 from kvshuttle.cli.commands.cluster import all_workers
 from kvshuttle.cli.commands.leases import OPEN
@@ -238,7 +239,7 @@ def doctor(
     """
     for name, address in (("--target", options.target), ("--agent-target", agent_target)):
         try:
-            host, number = probe.split(address) if address else ("", 0)
+            host, number = split_address(address) if address else ("", 0)
         except ValueError as error:
             raise click.UsageError(f"{name}: {error}") from None
         if name == "--target":

@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Literal
 
 from cryptography import x509
 
+from kvshuttle.addresses import split_address
+
 if TYPE_CHECKING:
     from collections.abc import Generator, Mapping
     from pathlib import Path
@@ -55,17 +57,9 @@ class Page:
     time: datetime.datetime | None = None
 
 
-def split(address: str) -> tuple[str, int]:
-    """`host:port`, with brackets around an IPv6 address or without. ValueError."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not host or not port.isdigit():
-        raise ValueError(f"{address!r} is not HOST:PORT")
-    return host.strip("[]"), int(port)
-
-
 def port(address: str, tls: TlsOptions | None, timeout_s: float) -> Port:
-    """Connects, and tries a TLS handshake, whatever is expected. ValueError: not HOST:PORT."""
-    host, number = split(address)
+    """Connects, and tries a TLS handshake, whatever is expected. ValueError: not host:port."""
+    host, number = split_address(address)
     try:
         socket.create_connection((host, number), timeout_s).close()
     except OSError as error:
