@@ -353,7 +353,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if self._agent is None:
             return
         with _guarded("tend"):
-            self._agent.heed_pause(self._probe.paused())
+            self._agent.heed_pause(self._probe.pauses())
             self._agent.drain()
             if num_requests:
                 self._agent.make_room(min(self._step_blocks, num_requests + self._step_blocks // 2))

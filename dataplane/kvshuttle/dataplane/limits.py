@@ -99,6 +99,10 @@ PAUSE_WAIT_NS = 30 * NS
 nobody reads yet is given back at once, and a read that moves nothing ends after READ_STALL_NS; a
 quarantine may last until somebody attests that its writer is dead."""
 
+WORKER_LOOK_NS = 10_000_000
+"""How often a worker that rests looks for its next step, for a second: the longest that a lost
+notice costs. A look takes some 50 us."""
+
 STOPPED_POLLING_NS = 10 * NS
 """How long after a push's deadline a WRITE that does not end is asked after: its destination is
 dead then, and until that is attested nothing waits for the answer."""

@@ -168,8 +168,9 @@ class SchedulerAgent:
         # Every number that this boot has had, oldest first.
         self._incarnations: list[int] = []
         self._fenced = False
-        # Since when vLLM is paused.
-        self._paused_ns: int | None = None
+        # How many times vLLM was told to pause, if it is paused, and since when that waits.
+        self._pauses = 0
+        self._settling_ns: int | None = None
         self._times: dict[str, _LegTimes] = {}
 
     # From other threads.
@@ -357,12 +358,18 @@ class SchedulerAgent:
         """The step that is being scheduled computes something: who has asked waits for its end."""
         self._stirred = max(self._stirred, self.source.steps_begun)
 
-    def heed_pause(self, paused: bool) -> None:
-        """Whether vLLM is paused, as of now. Then its weights may be about to change: eager returns
-        end, leases that nobody reads yet go back, and neither is begun before it goes on."""
-        if paused == (self._paused_ns is not None):
+    def heed_pause(self, told: int) -> None:
+        """How many times vLLM was told to pause, 0 while it is not paused. While it is its weights
+        may be about to change: eager returns end, leases that nobody reads yet go back, and neither
+        is begun before it goes on."""
+        if told == self._pauses:
             return
-        self._paused_ns = self._clock() if paused else None
+        paused, changed = bool(told), bool(told) != bool(self._pauses)
+        self._pauses = told
+        # Whoever asks again waits again.
+        self._settling_ns = None
+        if not changed:
+            return
         _log.info("engine_paused" if paused else "engine_goes_on", moving=self._holds.moving)
         self.eager.paused = paused
         self.destination.pause(paused)
@@ -370,11 +377,16 @@ class SchedulerAgent:
             self.eager.yield_room("ENGINE_PAUSED")
 
     def settling(self) -> bool:
-        """Whether a pause has to wait: vLLM cannot reset a cache whose blocks are read or written,
-        and a paused engine promises that nothing moves."""
-        if self._paused_ns is None or not self._holds.moving:
+        """Whether a pause has to wait, asked when the engine has nothing else to do: vLLM cannot
+        reset a cache whose blocks are read or written, and a paused engine promises that nothing
+        moves."""
+        if not self._pauses or not self._holds.moving:
+            self._settling_ns = None
             return False
-        return self._clock() - self._paused_ns < PAUSE_WAIT_NS
+        now = self._clock()
+        if self._settling_ns is None:
+            self._settling_ns = now
+        return now - self._settling_ns < PAUSE_WAIT_NS
 
     def rest(self, has_input: Callable[[], bool]) -> None:
         """Nothing is to be computed in this step. If requests wait for their KV, or for a word on
@@ -382,9 +394,10 @@ class SchedulerAgent:
         the word, may need: so it waits here, until something is heard, the engine has input, or a
         moment has passed. Not while a step is under way of which vLLM has yet to hear: where it
         schedules ahead, it comes to that step's output after this one only."""
-        undecided = self.destination.undecided
+        # A paused vLLM does not ask for those again before it goes on.
+        undecided = () if self._pauses else self.destination.undecided
         awaited = self.landings.awaited + self.destination.loading + len(undecided)
-        settling = self.settling()
+        settling = self._settling_ns is not None
         # What waits for a step to be over hears of it in the next one.
         if not (awaited or settling) or self._waiting or self.source.steps()[1] < self._stirred:
             return
@@ -407,10 +420,12 @@ class SchedulerAgent:
             self.source.make_room(wanted_free)
 
     def reset(self) -> None:
-        """The engine's cache is being reset: replicas go, leases keep their ranges."""
+        """The engine's cache is being reset: replicas go, leases keep their ranges. They go before
+        anything is obeyed: a lease on them that begins now would be in the way of the reset."""
+        self._let_go_for_reset()
         self.drain()
-        self.eager.yield_room("RESET")
-        self.source.drop_replicas("RESET")
+        # What has ended by that may have left some.
+        self._let_go_for_reset()
 
     def next_deadline(self) -> int | None:
         """The next instant (ns) at which a Tick is due. Every hook but the lookup ends with it, so
@@ -429,6 +444,10 @@ class SchedulerAgent:
         return min((t for t in times if t is not None), default=None)
 
     # Inside.
+
+    def _let_go_for_reset(self) -> None:
+        self.eager.yield_room("RESET")
+        self.source.drop_replicas("RESET")
 
     def _apply(self, item: InboxItem) -> None:
         match item:

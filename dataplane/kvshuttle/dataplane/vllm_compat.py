@@ -5,10 +5,11 @@ The rest of the agent sees plain types only. What is used here, and why it may m
 * ``BlockPool``: ``reset_prefix_cache`` (wrapped, to let go first), ``touch``, ``free_blocks``,
   ``unpin_blocks``, ``get_new_blocks``, ``get_cached_block``, ``_insert_block_hash``, ``blocks``,
   the free count;
-* ``WorkerProc.rpc_broadcast_mq`` and its ``SpinCondition.last_read``: for a second after each step
-  a worker looks for the next one in a tight loop;
+* ``WorkerProc.rpc_broadcast_mq`` and its ``SpinCondition``: ``wait`` (wrapped), ``last_read``,
+  ``busy_loop_s``: for a second after each step a worker looks for the next one in a tight loop;
 * ``EngineCoreProc.input_queue`` with ``EngineCoreRequestType.WAKEUP``: an idle engine blocks on it;
-* the scheduler's ``get_request_counts``, ``pause_state``, ``schedule``, ``update_from_output``;
+* the scheduler's ``get_request_counts``, ``pause_state``, ``set_pause_state``, ``schedule``,
+  ``update_from_output``;
 * ``Request``: ``block_hashes``, ``all_token_ids``, ``num_computed_tokens``,
   ``num_in_flight_tokens``, status;
 * ``hash_block_tokens``, ``generate_block_hash_extra_keys``: the hash of a block that is not full;
@@ -21,6 +22,7 @@ import hashlib
 import inspect
 import json
 import os
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -58,6 +60,7 @@ from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvshuttle.dataplane import journal
+from kvshuttle.dataplane.limits import WORKER_LOOK_NS
 from kvshuttle.dataplane.matching import Tail, TailHash
 from kvshuttle.dataplane.push_source import Scheduled
 from kvshuttle.dataplane.push_steps import Fence
@@ -281,8 +284,8 @@ class EngineProbe:
     steps: Callable[[], tuple[int, int]]
     """How many steps were begun to be scheduled, and how many of these are over: what those fill is
     filled. Steps end in the order in which they began. The scheduler's thread."""
-    paused: Callable[[], bool]
-    """Whether vLLM was told to pause; the scheduler's thread."""
+    pauses: Callable[[], int]
+    """How many times vLLM was told to pause; 0 while it is not paused. The scheduler's thread."""
 
 
 class _Steps:
@@ -313,6 +316,25 @@ class _Steps:
 
     def __call__(self) -> tuple[int, int]:
         return self._begun, self._over
+
+
+class _Pauses:
+    """Counts how often a scheduler was told to pause: who is told again has somebody who waits
+    again."""
+
+    def __init__(self, scheduler: Any) -> None:
+        self._scheduler = scheduler
+        self._told = 0
+        set_state = scheduler.set_pause_state
+
+        def counted(state: PauseState) -> None:
+            self._told += state != PauseState.UNPAUSED
+            set_state(state)
+
+        scheduler.set_pause_state = counted
+
+    def __call__(self) -> int:
+        return self._told if self._scheduler.pause_state != PauseState.UNPAUSED else 0
 
 
 def engine_probe() -> EngineProbe:
@@ -348,11 +370,9 @@ def engine_probe() -> EngineProbe:
         running, waiting = scheduler.get_request_counts()
         return int(running), int(waiting)
 
-    def paused() -> bool:
-        return scheduler is not None and scheduler.pause_state != PauseState.UNPAUSED
-
     steps = _Steps(scheduler) if scheduler is not None else lambda: (0, 0)
-    return EngineProbe(wake, has_input, counts, steps, paused)
+    pauses = _Pauses(scheduler) if scheduler is not None else lambda: 0
+    return EngineProbe(wake, has_input, counts, steps, pauses)
 
 
 class TailHasher:
@@ -462,18 +482,51 @@ def scheduled(output: SchedulerOutput, wanted: Callable[[str], bool]) -> list[Sc
 # The worker side.
 
 
+class _Rest:
+    """Lets a reader of vLLM's queue block at once, instead of looking for the next step in a tight
+    loop for a second.
+
+    A notice that comes in the very moment in which its reader blocks can be lost (ZeroMQ's
+    ``CONFLATE``), and vLLM, which blocks so much later, hears of that step after five seconds. So
+    for the second in which vLLM would not have blocked, it looks now and then.
+    """
+
+    def __init__(self, condition: Any) -> None:
+        self._condition = condition
+        self._wait = condition.wait
+        # When the step that rests was read.
+        self._read = float("-inf")
+        condition.wait = self._rest
+
+    def __call__(self) -> None:
+        """The step that was read last computes nothing."""
+        self._read = self._condition.last_read
+
+    def _rest(self, timeout_ms: int | None = None) -> None:
+        read = self._condition.last_read
+        would_look = time.monotonic() <= read + self._condition.busy_loop_s
+        if read != self._read or not would_look:
+            self._wait(timeout_ms)
+            return
+        look_ms = WORKER_LOOK_NS // 1_000_000
+        self._condition.last_read = float("-inf")
+        try:
+            self._wait(look_ms if timeout_ms is None else min(timeout_ms, look_ms))
+        finally:
+            self._condition.last_read = read
+
+
 def worker_rest() -> Callable[[], None]:
-    """Makes the worker that is in a step block until its next one, instead of looking for it in a
-    tight loop for a second. Found by walking the frames that are constructing the connector; where
-    there is no such loop (one process for all) it does nothing.
+    """Makes the worker that is in a step block until its next one. Found by walking the frames that
+    are constructing the connector; where there is no such loop (one process for all) it does
+    nothing.
     """
     frame = inspect.currentframe()
     while frame is not None:
         queue = getattr(frame.f_locals.get("self"), "rpc_broadcast_mq", None)
         condition = getattr(queue, "_spin_condition", None)
         if condition is not None and condition.is_reader:
-            # Whoever writes a step notifies its reader, who blocks once its last read is long ago.
-            return lambda: setattr(condition, "last_read", float("-inf"))
+            return _Rest(condition)
         frame = frame.f_back
     return lambda: None
 

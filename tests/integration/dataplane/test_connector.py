@@ -28,7 +28,7 @@ class Broken:
 class HalfBroken(Broken):
     """One that only cannot say when it wants to be called next."""
 
-    def heed_pause(self, _paused: bool) -> None:
+    def heed_pause(self, _told: int) -> None:
         pass
 
     def drain(self) -> None:
@@ -74,7 +74,7 @@ def test_no_hook_of_the_scheduler_raises(agent: Any) -> None:
     connector._block_size = 32
     connector._step_blocks = 8
     connector._alone = True
-    connector._probe = SimpleNamespace(paused=lambda: False)
+    connector._probe = SimpleNamespace(pauses=lambda: 0)
     request: Any = SimpleNamespace(request_id="r", kv_transfer_params=PARAMS, num_tokens=64)
     blocks: Any = SimpleNamespace(get_block_ids=lambda: ([1, 2],))
     failed: Any = SimpleNamespace(failed_recving={"r"})
@@ -95,11 +95,11 @@ def test_a_pause_waits_while_something_moves(settling: bool) -> None:
     """vLLM pauses when no step is left to do, and this is what it asks."""
     from kvshuttle.dataplane.connector import KVShuttleConnector
 
-    heard: list[bool] = []
+    heard: list[int] = []
     agent = HalfBroken()
     vars(agent).update(heed_pause=heard.append, settling=lambda: settling)
     connector: Any = object.__new__(KVShuttleConnector)
     connector._agent, connector._link = agent, Broken()
-    connector._probe = SimpleNamespace(paused=lambda: True)
+    connector._probe = SimpleNamespace(pauses=lambda: 3)
     assert connector.has_pending_push_work() is settling
-    assert heard == [True]
+    assert heard == [3]

@@ -22,13 +22,19 @@ class Scheduler:
     """Makes its connector while it is made, as vLLM's does."""
 
     def __init__(self) -> None:
+        from vllm.v1.core.sched.interface import PauseState
+
         from kvshuttle.dataplane.vllm_compat import engine_probe
 
+        self.pause_state: Any = PauseState.UNPAUSED
         self.probe = engine_probe()
         self.seen: list[tuple[int, int]] = []
 
     def get_request_counts(self) -> tuple[int, int]:
         return 3, 4
+
+    def set_pause_state(self, state: Any) -> None:
+        self.pause_state = state
 
     def schedule(self, throttle: bool) -> Any:
         self.seen.append(self.probe.steps())
@@ -53,13 +59,19 @@ def test_a_schedulers_steps_are_counted() -> None:
     assert scheduler.probe.steps() == (3, 3)
 
 
-def test_a_paused_scheduler_is_seen() -> None:
+def test_it_is_counted_how_often_a_scheduler_was_told_to_pause() -> None:
     from vllm.v1.core.sched.interface import PauseState
 
-    scheduler: Any = Scheduler()
-    for state in PauseState:
-        scheduler.pause_state = state
-        assert scheduler.probe.paused() is (state != PauseState.UNPAUSED)
+    scheduler = Scheduler()
+    assert scheduler.probe.pauses() == 0
+    for told, state in enumerate([PauseState.PAUSED_NEW, PauseState.PAUSED_ALL], 1):
+        scheduler.set_pause_state(state)
+        assert scheduler.pause_state == state
+        assert scheduler.probe.pauses() == told
+    scheduler.set_pause_state(PauseState.UNPAUSED)
+    assert scheduler.probe.pauses() == 0
+    scheduler.set_pause_state(PauseState.PAUSED_NEW)
+    assert scheduler.probe.pauses() == 3
 
 
 @pytest.mark.parametrize(

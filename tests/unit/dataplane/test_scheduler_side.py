@@ -29,6 +29,25 @@ def chain(n: int, salt: str = "a") -> tuple[bytes, ...]:
     return tuple(f"{salt}{i:031d}".encode() for i in range(n))
 
 
+def harden_command(
+    hashes: tuple[bytes, ...], lease: str = "l1", ttl: float = 30, seq: int = 0
+) -> agent_pb2.Harden:
+    command = agent_pb2.Harden(
+        lease_id=lease,
+        version=1,
+        tenant="acme",
+        session_id="s",
+        head_hash=hashes[-1],
+        range=types_pb2.BlockRange(start=0, end=len(hashes)),
+        destination=types_pb2.WorkerRef(worker_id="other", incarnation=1),
+        lease_epoch=5,
+        lease_seq=seq,
+    )
+    command.ttl.FromNanoseconds(int(ttl * NS))
+    command.guard.FromSeconds(5)
+    return command
+
+
 class Bench:
     """One agent with its surroundings faked."""
 
@@ -102,20 +121,7 @@ class Bench:
     def harden(
         self, hashes: tuple[bytes, ...], lease: str = "l1", ttl: float = 30, seq: int = 0
     ) -> None:
-        command = agent_pb2.Harden(
-            lease_id=lease,
-            version=1,
-            tenant="acme",
-            session_id="s",
-            head_hash=hashes[-1],
-            range=types_pb2.BlockRange(start=0, end=len(hashes)),
-            destination=types_pb2.WorkerRef(worker_id="other", incarnation=1),
-            lease_epoch=5,
-            lease_seq=seq,
-        )
-        command.ttl.FromNanoseconds(int(ttl * NS))
-        command.guard.FromSeconds(5)
-        self.obey(harden=command)
+        self.obey(harden=harden_command(hashes, lease, ttl, seq))
 
     def look(self, own: tuple[bytes, ...], computed: int = 0, request: str = "r") -> int | None:
         return self.agent.look(request, ("t", PREFILL), own, len(own) * BLOCK + 5, computed)
