@@ -101,7 +101,7 @@ quarantine may last until somebody attests that its writer is dead."""
 
 WORKER_LOOK_NS = 10_000_000
 """How often a worker that rests looks for its next step, for a second: the longest that a lost
-notice costs. A look takes some 50 us."""
+notice costs. A look takes 0.15 ms of the core, so this is 1.5 % of it for that second."""
 
 STOPPED_POLLING_NS = 10 * NS
 """How long after a push's deadline a WRITE that does not end is asked after: its destination is
