@@ -14,7 +14,9 @@ import httpx
 import pytest
 
 from kvshuttle.localstack import local_http, user
+from kvshuttle.localstack.metrics import PREEMPTIONS
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
+from kvshuttle.v1 import session_service_pb2 as session_pb
 from kvshuttle.v1 import types_pb2
 from tests.e2e.conftest import DECODE, POOL_BLOCKS, PREFILL, Cluster
 from tests.e2e.steps import BLOCK, ask, has_moved, transferring, tries, turn, wait_until
@@ -251,11 +253,15 @@ def test_a_client_that_goes_away_strands_nothing(
 
 def test_more_held_sessions_than_memory(cluster: Cluster, oracle: Oracle) -> None:
     talks = [Conversation(f"crowd-{i}", seed=20 + i) for i in range(18)]
+    preempted = cluster.decode.metrics().total(PREEMPTIONS)
     for talk in talks:
         turn(cluster, oracle, talk, words=700)
     total = sum(oracle.answer(t.messages[:1]).prompt_tokens for t in talks)
     assert total > POOL_BLOCKS * BLOCK, "the test does not fill the pool"
-    # The first ones lost their holds to the later ones; all are answered rightly all the same.
+    # The first ones lost their holds to the later ones, and no running request lost anything.
+    replicas = [x for t in talks for x in cluster.view.session(t.session).replicas]
+    assert [x for x in replicas if x.state == session_pb.REPLICA_STATE_SOFT]
+    assert cluster.decode.metrics().total(PREEMPTIONS) == preempted
     for talk in talks[:2] + talks[-2:]:
         turn(cluster, oracle, talk, words=40)
 
@@ -269,6 +275,18 @@ def test_a_reset_of_the_cache_lets_go_first(cluster: Cluster, oracle: Oracle) ->
     wait_until(lambda: not cluster.view.session(talk.session).replicas, "the replica is gone")
     cluster.forget_prefill()
     assert turn(cluster, oracle, talk) == 0
+
+
+def test_a_drained_worker_holds_nothing(cluster: Cluster, oracle: Oracle) -> None:
+    talk = Conversation("drained", seed=483)
+    turn(cluster, oracle, talk)
+    wait_until(lambda: cluster.held(DECODE) > 0, "decode holds the session's KV")
+    cluster.view.drain(DECODE)
+    wait_until(lambda: cluster.held(DECODE) == 0, "decode has let go of it")
+    cluster.view.drain(DECODE, undo=True)
+    # What nobody has reused is found again.
+    cluster.forget_prefill()
+    assert turn(cluster, oracle, talk) > 0
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import random
 import sys
@@ -53,7 +54,9 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="of all choices (the clock's)")
     parser.add_argument("--mode", choices=["both", "eager", "lazy"], default="both")
     parser.add_argument(
-        "--forward", default="", help="the control plane's --forward; its own default if absent"
+        "--forward",
+        choices=["pull", "push", "auto"],
+        help="how prompts go to decode; pulled and pushed by rounds if absent",
     )
     parser.add_argument(
         "--ahead",
@@ -76,10 +79,12 @@ def main() -> int:
         old.unlink()
     print(f"seed {seed}, logs in {directory}; engines start", flush=True)
     tally = Tally(directory / "actions.jsonl")
-    modes = {"both": [True, False], "eager": [True], "lazy": [False]}[options.mode]
+    returns = {"both": ["eager", "lazy"], "eager": ["eager"], "lazy": ["lazy"]}[options.mode]
+    forwards = [options.forward] if options.forward else ["pull", "push"]
+    modes = list(itertools.product(forwards, returns))
     clusters = contextlib.contextmanager(soak_cluster)
     start_cluster = clusters(
-        options.model.resolve(), directory, _flags(options, modes[0]), ahead=options.ahead
+        options.model.resolve(), directory, _flags(*modes[0]), ahead=options.ahead
     )
     with (
         start_cluster as cluster,
@@ -90,15 +95,15 @@ def main() -> int:
             cluster.plant(PREFILL)
         left_s, number = options.minutes * 60, 0
         while left_s > 0 and not tally.violations:
-            eager = modes[number % len(modes)]
+            mode = modes[number % len(modes)]
             if number and len(modes) > 1:
                 cluster.control_plane.stop()
-                cluster.start_control_plane(*_flags(options, eager))
+                cluster.start_control_plane(*_flags(*mode))
             start = time.monotonic()
             _round(cluster, judge, tally, f"{seed}-{number}", min(ROUND_S, left_s), options)
             left_s -= time.monotonic() - start
             number += 1
-            print(_line(number, eager, cluster, judge, tally), flush=True)
+            print(_line(number, mode, cluster, judge, tally), flush=True)
         for line in cluster.bad_lines()[:MOST_VIOLATIONS]:
             tally.violation(line)
         result = _result(cluster, judge, tally, seed, options.minutes - left_s / 60)
@@ -108,6 +113,7 @@ def main() -> int:
         wanted += ("engine_pauses",)
         wanted += ("eager_tokens",) if options.mode != "lazy" else ()
         wanted += ("returned_tokens",) if options.mode != "eager" else ()
+        wanted += ("pushed_tokens",) if options.forward != "pull" else ()
         tame = [name for name in wanted if not result[name]]
         if tame:
             print(f"too tame: none of {', '.join(tame)}", file=sys.stderr)
@@ -116,10 +122,9 @@ def main() -> int:
     return 1 if result["violations"] else 0
 
 
-def _flags(options: argparse.Namespace, eager: bool) -> list[str]:
+def _flags(forward: str, returns: str) -> list[str]:
     """Of the control plane."""
-    forward = ["--forward", options.forward] if options.forward else []
-    return ["--eager" if eager else "--no-eager", *forward]
+    return ["--eager" if returns == "eager" else "--no-eager", "--forward", forward]
 
 
 def _round(
@@ -153,7 +158,8 @@ def _round(
         if lease.lease_id not in tally.leases:
             tally.leases.add(lease.lease_id)
             returned = lease.direction == types_pb2.DIRECTION_RETURN
-            kind = "eager" if lease.eager else "returned" if returned else "forwarded"
+            way = "pushed" if lease.push else "pulled"
+            kind = "eager" if lease.eager else "returned" if returned else way
             tally.counts[f"{kind}_tokens"] += lease.stats.tokens
     try:
         assert_nothing_leaked(cluster.view, cluster.baseline, timeout_s=90)
@@ -184,15 +190,18 @@ def _result(
         "largest_logprob_difference": round(judge.largest_difference, 7),
         "returned_tokens": counts["returned_tokens"],
         "eager_tokens": counts["eager_tokens"],
-        "forwarded_tokens": counts["forwarded_tokens"],
+        "pulled_tokens": counts["pulled_tokens"],
+        "pushed_tokens": counts["pushed_tokens"],
         "violations": tally.violations[:MOST_VIOLATIONS],
     }
 
 
-def _line(number: int, eager: bool, cluster: SoakCluster, judge: Judge, tally: Tally) -> str:
+def _line(
+    number: int, mode: tuple[str, str], cluster: SoakCluster, judge: Judge, tally: Tally
+) -> str:
     counts = tally.counts
     return (
-        f"round {number} {'eager' if eager else 'lazy '}: {counts['turn']} turns, "
+        f"round {number} {mode[0]} {mode[1]:5}: {counts['turn']} turns, "
         f"{judge.identical} identical, {cluster.preemptions} preemptions, "
         f"{counts['cancel']} cancels, {cluster.resets} evictions, {counts['pause']} pauses, "
         f"{counts['kill']} kills, {len(tally.violations)} violations"

@@ -21,6 +21,7 @@ from kvshuttle.localstack import (
     engine_cpus,
     kvshuttle_transfer,
 )
+from kvshuttle.localstack.metrics import PREEMPTIONS
 from tests.support.ahead import schedules_ahead
 from tests.support.leaks import free_blocks
 
@@ -32,7 +33,6 @@ WINDOW = 2_048
 # Eight clients with prompts of up to 64 blocks, answers of up to ten: less than they want, so that
 # decode preempts and both evict. One request of the whole window must fit.
 POOL_BLOCKS = {PREFILL: 120, DECODE: 76}
-PREEMPTIONS = "vllm:num_preemptions_total"
 DEAD_CORE = "EngineDeadError"
 # What no program may write into its log. vLLM's API server has a trace of every request whose
 # client goes away, so engines are judged by the agent's own words and by a dead core.

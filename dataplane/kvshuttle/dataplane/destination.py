@@ -202,8 +202,8 @@ class DestinationSide:
         self._say_stopped(lease_id, agent_pb2.TRANSFER_OUTCOME_REVOKED, reason or "REVOKED")
 
     def pause(self, paused: bool) -> None:
-        """Whether vLLM is paused. Nobody begins to read then: what is granted goes back, so that
-        sources can be paused too, and may have other weights when this engine goes on."""
+        """Whether vLLM is paused. What reads goes on and nobody begins: what is granted goes back,
+        so that sources can be paused too, and may have other weights when this engine goes on."""
         self._paused = paused
         for grant in list(self._grants.values()) if paused else ():
             if grant.request_id:
@@ -391,6 +391,7 @@ class DestinationSide:
         zone = landing.zone
         count = len(zone.hashes)
         remote: list[int] = []
+        why = "ENGINE_PAUSED" if self._paused else "NO_COMMON_PREFIX"
         try:
             grant = parse_grant(command)
             offset = zone.first - grant.start
@@ -404,11 +405,9 @@ class DestinationSide:
         except ValueError as error:
             _log.error("grant_malformed", lease=command.lease_id, error=str(error))
             fits = False
-        if not fits:
-            self._landings.give_back(landing, "NO_COMMON_PREFIX")
-            self._say_stopped(
-                command.lease_id, agent_pb2.TRANSFER_OUTCOME_UNUSED, "NO_COMMON_PREFIX"
-            )
+        if self._paused or not fits:
+            self._landings.give_back(landing, why)
+            self._say_stopped(command.lease_id, agent_pb2.TRANSFER_OUTCOME_UNUSED, why)
             return True
         grant.request_id = landing.request_id
         self._grants[grant.lease_id] = grant

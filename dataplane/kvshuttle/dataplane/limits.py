@@ -96,8 +96,8 @@ REST_LOOK_NS = 1_000_000
 
 PAUSE_WAIT_NS = 30 * NS
 """Longest that vLLM's pause waits for what is read from, or written to, this engine's blocks. What
-nobody reads yet is given back at once, and a read that moves nothing ends after READ_STALL_NS; a
-quarantine may last until somebody attests that its writer is dead."""
+nobody reads yet is given back at once. A READ may take longer (READ_BYTES_A_SECOND), and a
+quarantine lasts until its writer is attested dead: vLLM answers 500 then, and is asked again."""
 
 WORKER_LOOK_NS = 10_000_000
 """How often a worker that rests looks for its next step, for a second: the longest that a lost

@@ -594,7 +594,7 @@ class SchedulerAgent:
                 self.source.fence(key)
                 self.push.peer_fenced(key)
             case "drain":
-                self.source.draining = not command.drain.undo
+                self.source.drain(undo=command.drain.undo)
             case "fenced":
                 self._fenced = True
                 _log.error("fenced", reason=command.fenced.reason)

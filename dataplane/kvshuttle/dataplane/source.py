@@ -197,6 +197,14 @@ class SourceSide:
             replica.available = keep_blocks
             self._tell(replica, session_pb2.REPLICA_STATE_HARD, "TRIMMED")
 
+    def drain(self, *, undo: bool) -> None:
+        """Nothing new is held, and no new lease begins. What is held for later turns is let go, as
+        nobody may read it; it stays findable, in case the drain is undone."""
+        self.draining = not undo
+        if self.draining:
+            for replica in list(self._replicas.hard):
+                self._soften(replica, "DRAINING")
+
     def make_room(self, wanted_free: int) -> None:
         """Softens replicas, soonest-expiring first, until so many blocks are free.
 

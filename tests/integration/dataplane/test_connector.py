@@ -103,3 +103,45 @@ def test_a_pause_waits_while_something_moves(settling: bool) -> None:
     connector._probe = SimpleNamespace(pauses=lambda: 3)
     assert connector.has_pending_push_work() is settling
     assert heard == [3]
+
+
+def test_room_is_made_before_vllm_looks_for_blocks() -> None:
+    """Else it would preempt a request that runs, or let one wait, for want of blocks that replicas
+    hold: before it places a request, and before the steps of those that run."""
+    from kvshuttle.dataplane.connector import KVShuttleConnector
+
+    calls: list[tuple[str, int]] = []
+
+    def look(*_: object) -> int:
+        calls.append(("look", 0))
+        return 0
+
+    agent = HalfBroken()
+    vars(agent).update(
+        heed_pause=lambda _told: None,
+        make_room=lambda wanted: calls.append(("room", wanted)),
+        look=look,
+        computing=lambda: None,
+        next_deadline=lambda: None,
+    )
+    connector: Any = object.__new__(KVShuttleConnector)
+    connector._agent, connector._link = agent, Broken()
+    connector._probe = SimpleNamespace(pauses=lambda: 0)
+    connector._block_size, connector._step_blocks = 32, 8
+    connector._tails = SimpleNamespace(of=lambda _: None)
+    request: Any = SimpleNamespace(
+        request_id="r", kv_transfer_params=PARAMS, num_tokens=100, block_hashes=[]
+    )
+    # 68 tokens need three blocks, and a step of those that run may take eight more.
+    connector.get_num_new_matched_tokens(request, 32)
+    assert calls == [("room", 11), ("look", 0)]
+    # So for one that kvshuttle has nothing to do with.
+    calls.clear()
+    foreign: Any = SimpleNamespace(request_id="f", kv_transfer_params=None, num_tokens=32)
+    connector.get_num_new_matched_tokens(foreign, 0)
+    assert calls == [("room", 9)]
+    # Each request that runs may begin a block in the next step.
+    calls.clear()
+    connector._tend(2)
+    connector._tend(30)
+    assert calls == [("room", 6), ("room", 8)]

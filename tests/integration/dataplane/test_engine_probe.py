@@ -74,6 +74,40 @@ def test_it_is_counted_how_often_a_scheduler_was_told_to_pause() -> None:
     assert scheduler.probe.pauses() == 3
 
 
+def config_and_cache() -> tuple[Any, Any]:
+    """As far as it is looked at, of an engine that is supported."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    config = SimpleNamespace(
+        kv_transfer_config=SimpleNamespace(
+            kv_load_failure_policy="recompute", is_kv_consumer=True, kv_role="kv_producer"
+        ),
+        parallel_config=SimpleNamespace(
+            pipeline_parallel_size=1,
+            enable_fault_tolerance=False,
+            data_parallel_size=1,
+            data_parallel_external_lb=False,
+            decode_context_parallel_size=1,
+            prefill_context_parallel_size=1,
+        ),
+        model_config=SimpleNamespace(enable_sleep_mode=False),
+        scheduler_config=SimpleNamespace(policy="fcfs"),
+        cache_config=SimpleNamespace(
+            prefix_caching_hash_algo="sha256", prefix_match_unit=None, block_size=32
+        ),
+        speculative_config=None,
+    )
+    # Only its kind is looked at.
+    group = SimpleNamespace(kv_cache_spec=object.__new__(FullAttentionSpec))
+    return config, SimpleNamespace(kv_cache_groups=[group])
+
+
+def test_what_is_supported_is_not_refused() -> None:
+    from kvshuttle.dataplane.vllm_compat import check_supported
+
+    check_supported(*config_and_cache())
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
@@ -84,31 +118,42 @@ def test_it_is_counted_how_often_a_scheduler_was_told_to_pause() -> None:
         ({"model_config.enable_sleep_mode": True}, "enable_sleep_mode: True"),
         ({"scheduler_config.policy": "priority"}, "scheduling_policy: 'priority'.*fcfs"),
         ({"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size: 2"),
+        ({"parallel_config.decode_context_parallel_size": 2}, "decode_context_parallel_size: 2"),
+        ({"parallel_config.prefill_context_parallel_size": 4}, "prefill_context_parallel_size: 4"),
         ({"kv_transfer_config.kv_load_failure_policy": "fail"}, "kv_load_failure_policy: 'fail'"),
+        ({"speculative_config": object()}, "speculative_config: .*not supported"),
+        ({"cache_config.prefix_caching_hash_algo": "xxhash_cbor"}, "'xxhash_cbor'.*PYTHONHASHSEED"),
+        ({"cache_config.prefix_match_unit": 16}, "prefix_match_unit: 16 differs .*32"),
     ],
 )
-def test_what_would_be_wrong_is_refused_at_the_start(changes: dict[str, Any], said: str) -> None:
+def test_what_would_be_wrong_is_refused_at_the_start(
+    changes: dict[str, Any], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from kvshuttle.dataplane.vllm_compat import UnsupportedError, check_supported
 
-    config: Any = SimpleNamespace(
-        kv_transfer_config=SimpleNamespace(
-            kv_load_failure_policy="recompute", is_kv_consumer=True, kv_role="kv_producer"
-        ),
-        parallel_config=SimpleNamespace(
-            pipeline_parallel_size=1,
-            enable_fault_tolerance=False,
-            data_parallel_size=1,
-            data_parallel_external_lb=False,
-        ),
-        model_config=SimpleNamespace(enable_sleep_mode=False),
-        scheduler_config=SimpleNamespace(policy="fcfs"),
-    )
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    config, cache = config_and_cache()
     for path, value in changes.items():
-        part, name = path.split(".")
-        setattr(getattr(config, part), name, value)
-    kv: Any = SimpleNamespace(kv_cache_groups=[])
+        part, _, name = path.rpartition(".")
+        setattr(getattr(config, part) if part else config, name, value)
     with pytest.raises(UnsupportedError, match=said):
-        check_supported(config, kv)
+        check_supported(config, cache)
+
+
+def test_caches_of_other_kinds_are_refused_at_the_start() -> None:
+    """Of hybrid models, of Mamba, of sliding windows."""
+    from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+
+    from kvshuttle.dataplane.vllm_compat import UnsupportedError, check_supported
+
+    config, cache = config_and_cache()
+    two: Any = SimpleNamespace(kv_cache_groups=cache.kv_cache_groups * 2)
+    with pytest.raises(UnsupportedError, match=r"kv_cache_groups: 2;.*hybrid attention, Mamba"):
+        check_supported(config, two)
+    for kind in (MambaSpec, SlidingWindowSpec):
+        cache.kv_cache_groups[0].kv_cache_spec = object.__new__(kind)
+        with pytest.raises(UnsupportedError, match=f"kv_cache_spec: {kind.__name__}; only full"):
+            check_supported(config, cache)
 
 
 class Six(Scheduler):

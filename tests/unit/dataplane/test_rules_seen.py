@@ -62,7 +62,28 @@ def test_a_draining_worker_holds_and_offers_nothing_new(bench: Bench) -> None:
     assert refused.reason == "DRAINING"
     bench.offer(chain(8), first=40)
     assert bench.out.take("offered") == []
+    assert bench.held == 0
+
+
+def test_a_drain_lets_go_of_what_nobody_may_read_and_an_undo_finds_what_is_left(
+    bench: Bench,
+) -> None:
+    bench.expect(DECODE)
+    bench.offer(chain(5))
+    bench.harden(chain(5))
+    bench.out.take("hardened")
+    bench.obey(drain=agent_pb2.Drain())
+    (changed,) = bench.out.take("replica_changed")
+    assert (changed.state, changed.reason) == (session_pb2.REPLICA_STATE_SOFT, "DRAINING")
+    # A lease that was there goes on.
     assert bench.held == 5
+    bench.obey(reader_stopped=agent_pb2.ReaderStopped(lease_id="l1"))
+    bench.agent.post(m.Unserved("l1"))
+    bench.end_hook()
+    assert bench.held == 0
+    bench.obey(drain=agent_pb2.Drain(undo=True))
+    bench.harden(chain(5), "l2")
+    assert len(bench.out.take("hardened")) == 1
 
 
 def test_a_retention_of_nothing_ends_the_hold(bench: Bench) -> None:

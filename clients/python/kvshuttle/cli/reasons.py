@@ -302,8 +302,8 @@ _LEGS = {
         "the source's engine step is long: look at its load",
     ),
     "ENGINE_PAUSED": Reason(
-        "its engine was paused (vLLM's /pause), and a paused one takes nothing in: the weights may "
-        "be about to change",
+        "its engine was paused (vLLM's /pause), and a paused one begins to read nothing: the "
+        "weights may be about to change",
         NOTHING,
     ),
     "UNKNOWN_TURN": Reason(

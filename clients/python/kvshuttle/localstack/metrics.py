@@ -15,6 +15,7 @@ LOCAL_HITS = "vllm:prefix_cache_hits_total"
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 EXTERNAL_QUERIES = "vllm:external_prefix_cache_queries_total"
 RUNNING = "vllm:num_requests_running"
+PREEMPTIONS = "vllm:num_preemptions_total"
 WAITING = "vllm:num_requests_waiting"
 
 

@@ -146,6 +146,13 @@ class ControlPlaneView:
         )
         self._cluster.FenceWorker(request, timeout=TIMEOUT_S, wait_for_ready=True)
 
+    def drain(self, worker_id: str, *, undo: bool = False) -> None:
+        """Takes a worker out, or puts it back."""
+        request = cluster_service_pb2.DrainWorkerRequest(
+            worker_id=worker_id, undo=undo, request_id=uuid.uuid4().hex
+        )
+        self._cluster.DrainWorker(request, timeout=TIMEOUT_S, wait_for_ready=True)
+
     def end_all_sessions(self) -> None:
         """Ends every session that is active."""
         for session in self.sessions():

@@ -238,8 +238,8 @@ def stale(w: Work, worker_id: str) -> None:
 
 
 def drain(w: Work, worker_id: str, undo: bool, request: str = "") -> Worker:
-    """No new turns and no new leases; what is open goes on. A request that was made before changes
-    nothing: the opposite may have been asked since."""
+    """No new turns and no new leases; what is open goes on, and the agent lets go of the rest. A
+    request that was made before changes nothing: the opposite may have been asked since."""
     worker = w.state.workers.get(worker_id)
     if worker is not None and repeated(worker.requests, request):
         return worker
