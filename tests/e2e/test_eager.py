@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
-import httpx
 import pytest
 
 from kvshuttle.localstack import Answer
@@ -64,6 +63,14 @@ def first_turn(cluster: Cluster, oracle: Oracle, talk: Conversation) -> Answer:
     return answer
 
 
+def wait_until_read(cluster: Cluster, session: str) -> None:
+    """Until an eager return of the session is under way."""
+    wait_until(
+        lambda: any(x.state == lease_pb2.LEASE_STATE_ACTIVE for x in leases(cluster, session)),
+        "it is being read",
+    )
+
+
 def settled(cluster: Cluster, session: str, number: int) -> lease_pb2.Lease:
     """The eager lease of this turn, when it has ended."""
 
@@ -106,12 +113,7 @@ def test_a_turn_that_comes_in_the_midst_of_it(cluster: Cluster, oracle: Oracle) 
     talk = Conversation("eager-midst", seed=71)
     with cluster.faults(PREFILL, delay_read_s=1.0):
         first_turn(cluster, oracle, talk)
-        wait_until(
-            lambda: any(
-                x.state == lease_pb2.LEASE_STATE_ACTIVE for x in leases(cluster, talk.session)
-            ),
-            "it is being read",
-        )
+        wait_until_read(cluster, talk.session)
         messages = talk.say()
         answer = cluster.client.ask(messages, session=talk.session, max_tokens=16)
     talk.heard(answer)
@@ -141,15 +143,10 @@ def test_prefill_is_paused_in_the_midst_of_it(cluster: Cluster, oracle: Oracle) 
     talk = Conversation("eager-paused", seed=75)
     with cluster.faults(PREFILL, delay_read_s=2.0):
         first_turn(cluster, oracle, talk)
-        wait_until(
-            lambda: any(
-                x.state == lease_pb2.LEASE_STATE_ACTIVE for x in leases(cluster, talk.session)
-            ),
-            "it is being read",
-        )
-        said = httpx.post(f"{cluster.prefill.url}/pause", timeout=40)
+        wait_until_read(cluster, talk.session)
+        said = cluster.prefill.pause_vllm()
     lease = settled(cluster, talk.session, 1)
-    httpx.post(f"{cluster.prefill.url}/resume", timeout=40).raise_for_status()
+    cluster.prefill.resume_vllm()
     assert said.status_code == 200, said.text
     assert lease.end_reason == "ENGINE_PAUSED"
     before = cluster.prefill.metrics().total(LOCAL_HITS)
@@ -170,12 +167,7 @@ def test_decode_dies_in_the_midst_of_it(cluster: Cluster, oracle: Oracle) -> Non
     talk = Conversation("eager-killed", seed=74)
     with cluster.faults(PREFILL, delay_read_s=2.0):
         first_turn(cluster, oracle, talk)
-        wait_until(
-            lambda: any(
-                x.state == lease_pb2.LEASE_STATE_ACTIVE for x in leases(cluster, talk.session)
-            ),
-            "it is being read",
-        )
+        wait_until_read(cluster, talk.session)
         cluster.decode.kill()
         messages = talk.say()
         answer = cluster.client.ask(messages, session=talk.session, max_tokens=16)

@@ -309,8 +309,8 @@ def test_a_pause_waits_for_what_is_moving(
             lambda: transferring(cluster, talk.session, types_pb2.DIRECTION_FORWARD),
             "prefill is being read from",
         )
-        said = httpx.post(f"{engine.url}/pause", params={"mode": mode}, timeout=40)
-        httpx.post(f"{engine.url}/resume", timeout=40).raise_for_status()
+        said = engine.pause_vllm(mode)
+        engine.resume_vllm()
         assert said.status_code == 200, said.text
         if phase == "prefill":
             oracle.check(asked.result(), messages)

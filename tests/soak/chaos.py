@@ -82,11 +82,10 @@ class Chaos(threading.Thread):
         # "keep" cannot reset while a request of the engine's own waits for KV, and says so.
         mode, may_say = self._chance.choice([("wait", {200}), ("keep", {200, 500})])
         try:
-            with httpx.Client(base_url=engine.url, timeout=REQUEST_TIMEOUT_S) as http:
-                said = http.post("/pause", params={"mode": mode}).status_code
-                self._tally.add("engine_pause", worker=engine.name, mode=mode, said=said)
-                time.sleep(self._chance.choice([0.0, 0.3, 1.0]))
-                http.post("/resume").raise_for_status()
+            said = engine.pause_vllm(mode, REQUEST_TIMEOUT_S).status_code
+            self._tally.add("engine_pause", worker=engine.name, mode=mode, said=said)
+            time.sleep(self._chance.choice([0.0, 0.3, 1.0]))
+            engine.resume_vllm()
         except httpx.HTTPError as error:
             self._tally.violation(f"{engine.name} does not pause and go on: {error!r}")
         else:

@@ -123,7 +123,6 @@ class DestinationSide:
         self._unanswered: dict[tuple[str, int], int] = {}
         # As the control plane said; 0 until it has.
         self.checkpoint_interval = 0
-        self._paused = False
 
     # Commands.
 
@@ -137,7 +136,7 @@ class DestinationSide:
         if leg is None or leg.settled or leg.refused:
             self._say_stopped(command.lease_id, agent_pb2.TRANSFER_OUTCOME_UNUSED, "TURN_GONE_ON")
             return
-        if self._paused:
+        if self._eager.paused:
             leg.refused = "ENGINE_PAUSED"
             self._say_stopped(command.lease_id, agent_pb2.TRANSFER_OUTCOME_UNUSED, leg.refused)
             return
@@ -201,17 +200,15 @@ class DestinationSide:
             return  # there is no lease, and the turn's leg knows it now
         self._say_stopped(lease_id, agent_pb2.TRANSFER_OUTCOME_REVOKED, reason or "REVOKED")
 
-    def pause(self, paused: bool) -> None:
-        """Whether vLLM is paused. What reads goes on and nobody begins: what is granted goes back,
-        so that sources can be paused too, and may have other weights when this engine goes on."""
-        self._paused = paused
-        for grant in list(self._grants.values()) if paused else ():
+    def let_go_unread(self, reason: str) -> None:
+        """Gives back what nobody reads under yet: the requests that it was for compute."""
+        for grant in list(self._grants.values()):
             if grant.request_id:
                 continue
             leg = self._turns.find((grant.token, grant.leg))
             if leg is not None:
-                leg.refused = "ENGINE_PAUSED"
-            self._give_back(grant, "ENGINE_PAUSED")
+                leg.refused = reason
+            self._give_back(grant, reason)
 
     def forget_turn(self, leg: TurnLeg) -> None:
         """A turn is over: what it did not use goes back."""
@@ -391,7 +388,7 @@ class DestinationSide:
         zone = landing.zone
         count = len(zone.hashes)
         remote: list[int] = []
-        why = "ENGINE_PAUSED" if self._paused else "NO_COMMON_PREFIX"
+        why = "ENGINE_PAUSED" if self._eager.paused else "NO_COMMON_PREFIX"
         try:
             grant = parse_grant(command)
             offset = zone.first - grant.start
@@ -405,7 +402,7 @@ class DestinationSide:
         except ValueError as error:
             _log.error("grant_malformed", lease=command.lease_id, error=str(error))
             fits = False
-        if self._paused or not fits:
+        if self._eager.paused or not fits:
             self._landings.give_back(landing, why)
             self._say_stopped(command.lease_id, agent_pb2.TRANSFER_OUTCOME_UNUSED, why)
             return True

@@ -94,7 +94,7 @@ class EagerSide:
     block_size: int
     peers: dict[tuple[str, int], str]
     paused: bool = False
-    """Whether vLLM is: nothing is begun then."""
+    """Whether vLLM is: nothing is begun then, neither here nor at the destination side."""
     _open: dict[str, _Return] = field(default_factory=dict)
     _by_piece: dict[str, _Return] = field(default_factory=dict)
     _ended: OrderedDict[str, None] = field(default_factory=OrderedDict)

@@ -372,8 +372,9 @@ class SchedulerAgent:
             return
         _log.info("engine_paused" if paused else "engine_goes_on", moving=self._holds.moving)
         self.eager.paused = paused
-        self.destination.pause(paused)
         if paused:
+            # Sources shall be able to pause too, and may have other weights when this one goes on.
+            self.destination.let_go_unread("ENGINE_PAUSED")
             self.eager.yield_room("ENGINE_PAUSED")
 
     def settling(self) -> bool:

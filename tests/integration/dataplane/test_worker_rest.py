@@ -73,24 +73,35 @@ class Worker:
             self.got.append(message)
 
 
-@pytest.mark.parametrize("rests", [True, False])
-def test_after_an_idle_step_a_worker_blocks_until_the_next(rests: bool) -> None:
+def connected(*, busy_s: float) -> tuple[Any, Worker]:
+    """An engine's queue, and a worker that reads it."""
     from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
 
     queue = MessageQueue(1, 1)
-    # One that rests does so for as long as it would have been busy: here until the test is over.
-    worker = Worker(queue.export_handle(), busy_s=FOR_EVER_S if rests else 1.0)
+    worker = Worker(queue.export_handle(), busy_s=busy_s)
     ready = threading.Thread(target=queue.wait_until_ready)
     ready.start()
     worker.rpc_broadcast_mq.wait_until_ready()
     ready.join()
+    return queue, worker
+
+
+def take_first(queue: Any, worker: Worker, thread: threading.Thread) -> None:
+    """The first step, taken by the worker that runs in this thread."""
+    queue.enqueue("first")
+    while not worker.got:
+        thread.join(0.01)
+        assert thread.is_alive()
+
+
+@pytest.mark.parametrize("rests", [True, False])
+def test_after_an_idle_step_a_worker_blocks_until_the_next(rests: bool) -> None:
+    # One that rests does so for as long as it would have been busy: here until the test is over.
+    queue, worker = connected(busy_s=FOR_EVER_S if rests else 1.0)
     thread = threading.Thread(target=worker.run, args=(rests,))
     thread.start()
     try:
-        queue.enqueue("first")
-        while not worker.got:
-            thread.join(0.01)
-            assert thread.is_alive()
+        take_first(queue, worker, thread)
         # Without a rest it comes to this after a second of looking, some ten thousand times.
         assert worker.blocked.wait(WAIT_S)
         looks = worker.looks
@@ -106,22 +117,12 @@ def test_after_an_idle_step_a_worker_blocks_until_the_next(rests: bool) -> None:
 def test_a_step_is_seen_though_its_notice_is_lost() -> None:
     """As one can be that comes when its reader has just blocked: seen here at 1 of 200 steps that
     came half a millisecond after an idle one. vLLM looks again by itself after five seconds."""
-    from vllm.distributed.device_communicators.shm_broadcast import MessageQueue
-
-    queue = MessageQueue(1, 1)
-    worker = Worker(queue.export_handle(), busy_s=FOR_EVER_S)
-    ready = threading.Thread(target=queue.wait_until_ready)
-    ready.start()
-    worker.rpc_broadcast_mq.wait_until_ready()
-    ready.join()
+    queue, worker = connected(busy_s=FOR_EVER_S)
     worker.deaf = True
     thread = threading.Thread(target=worker.run, args=(True,))
     thread.start()
     try:
-        queue.enqueue("first")
-        while not worker.got:
-            thread.join(0.01)
-            assert thread.is_alive()
+        take_first(queue, worker, thread)
         assert worker.blocked.wait(WAIT_S)
         asked_ms = worker.asked_ms
         assert asked_ms[-1] == WORKER_LOOK_NS // 1_000_000

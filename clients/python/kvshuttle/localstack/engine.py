@@ -20,6 +20,8 @@ from kvshuttle.localstack.process import ManagedProcess, ProcessError
 # One engine takes about 40 s on an idle core, three side by side on two cores about 120 s.
 READY_TIMEOUT_S = 420.0
 WARM_UP_TIMEOUT_S = 120.0
+# Longer than the agent has vLLM wait.
+PAUSE_TIMEOUT_S = 40.0
 RESET_TIMEOUT_S = 30.0
 RESET_POLL_S = 0.1
 # Where vLLM is on its way, by what it last logged, for those who wait.
@@ -199,6 +201,15 @@ class Engine(ManagedProcess):
             if time.monotonic() > deadline:
                 raise ProcessError(f"{self.name}: blocks are held still after {timeout_s:.0f} s")
             time.sleep(RESET_POLL_S)
+
+    def pause_vllm(self, mode: str = "abort", timeout_s: float = PAUSE_TIMEOUT_S) -> httpx.Response:
+        """Pauses what it computes, as before new weights; vLLM's answer, 500 too. It answers a
+        server in development mode alone. Raises httpx.HTTPError."""
+        return local_http.post(f"{self.url}/pause", params={"mode": mode}, timeout=timeout_s)
+
+    def resume_vllm(self) -> None:
+        """Goes on after `pause_vllm`. Raises httpx.HTTPError."""
+        local_http.post(f"{self.url}/resume", timeout=PAUSE_TIMEOUT_S).raise_for_status()
 
     def metrics(self) -> metrics.Metrics:
         """vLLM's own counters, now."""
