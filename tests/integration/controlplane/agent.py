@@ -71,6 +71,7 @@ class Agent:
         self._call: Any = None
         self._reader: asyncio.Task[None] | None = None
         self._more = asyncio.Condition()
+        self._writing = asyncio.Lock()
         self.ended: BaseException | None = None
         self.record: History | None = None
         """What it does, for whoever checks the run."""
@@ -174,20 +175,23 @@ class Agent:
                 await self._more.wait()
             return self.ended
 
+    async def _write(self, **request: Any) -> None:
+        """One message at a time: gRPC ends a call on which a second is begun before that."""
+        async with self._writing:
+            await self._call.write(pb.ConnectRequest(**request))
+
     async def say(self, **event: Any) -> None:
         """One event."""
-        await self._call.write(
-            pb.ConnectRequest(events=pb.AgentEvents(events=[pb.AgentEvent(**event)]))
-        )
+        await self.say_all([event])
 
     async def say_all(self, events: Iterable[dict[str, Any]]) -> None:
         """Events in one message."""
         said = [pb.AgentEvent(**event) for event in events]
-        await self._call.write(pb.ConnectRequest(events=pb.AgentEvents(events=said)))
+        await self._write(events=pb.AgentEvents(events=said))
 
     async def beat(self, clock: int, **stats: Any) -> None:
         """A heartbeat."""
-        await self._call.write(pb.ConnectRequest(heartbeat=pb.AgentHeartbeat(clock=clock, **stats)))
+        await self._write(heartbeat=pb.AgentHeartbeat(clock=clock, **stats))
 
     async def offer(
         self, chain: list[bytes], session_id: str, turn_token: str, leg: types.Leg.ValueType

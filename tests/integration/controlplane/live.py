@@ -126,8 +126,8 @@ class LiveAgent(Agent):
                 for command in response.commands.commands:
                     self._told(command, response.epoch)
                     await self._obey(command)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError):
-            pass
+        except (grpc.aio.AioRpcError, asyncio.InvalidStateError) as error:
+            self.ended = error
 
     async def _obey(self, command: pb.AgentCommand) -> None:
         match command.WhichOneof("command"):

@@ -315,6 +315,15 @@ async def test_one_bad_event_does_not_lose_the_others(cluster: Cluster) -> None:
     await prefill.told("harden")
 
 
+async def test_what_is_said_at_once_is_all_heard(cluster: Cluster) -> None:
+    """The scripted agent's own: an agent that reports while it obeys loses neither."""
+    decode = await cluster.agent("d", DECODE).connect()
+    pool = workers.PoolStats(total_blocks=100, free_blocks=60)
+    await asyncio.gather(*(decode.beat(clock, pool=pool) for clock in range(1, 31)))
+    await eventually(lambda: worker(cluster, "d"), lambda found: found.pool_clock == 30)
+    assert decode.ended is None
+
+
 async def test_a_late_hardening_is_not_granted(tmp_path: Path) -> None:
     """The source's hold would end before the destination's deadline."""
     cluster = Cluster(tmp_path, dataclasses.replace(Limits(), tick_ns=10 * MS, guard_ns=50 * MS))

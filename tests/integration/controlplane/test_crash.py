@@ -127,6 +127,7 @@ async def test_nothing_that_was_told_is_lost_by_sigkill(tmp_path: Path, begin: B
 
     await eventually(not_over, lambda found: not found, 30)
     for agent in agents:
+        assert agent.ended is None, "an agent had not heard all that it was told"
         await agent.close()
     await channel.close()
     process.stop()
