@@ -47,6 +47,7 @@ def summary(results: Results, raw: dict[str, Any], settings: dict[str, Any]) -> 
         "transfers": _transfers(results, raw),
         "prefill_throughput_of_push": prefill_throughput(results.samples, "g", "f").record(),
         "idle": results.idle,
+        "leaked": results.leaked,
         "samples": [dataclasses.asdict(s) for s in results.samples],
     }
 

@@ -15,7 +15,9 @@ import httpx
 from benchmarks.idle_cpu import measure, totals
 from benchmarks.ttft import raw_nixl
 from benchmarks.ttft.arms import ARMS, Arm, ArmKind, Pool, Scenario, open_arm
+from benchmarks.ttft.counters import Snapshot, held_blocks
 from benchmarks.ttft.groups import RESERVE_BYTES, available_bytes, plan_groups, used_bytes
+from benchmarks.ttft.oracles import free_at_first, leaks
 from benchmarks.ttft.schedule import Plan, alone
 from benchmarks.ttft.texts import History
 from benchmarks.ttft.turns import SPIN_S, Client, Moved, Sample
@@ -94,6 +96,8 @@ class Results:
     idle: dict[str, dict[str, Any]] = field(default_factory=dict)
     # Returns of each arm of ours while its engines did nothing else.
     quiet: dict[str, list[QuietReturn]] = field(default_factory=dict)
+    # What each arm of ours left behind: {scenario: {arm: in words, None if nothing}}.
+    leaked: dict[str, dict[str, str | None]] = field(default_factory=dict)
     engine_bytes: int = 0
 
 
@@ -170,6 +174,9 @@ class Run:
                     arms.append(stack.enter_context(self._opened(kind, scenario, directory.name)))
                 except ProcessError as error:
                     self._leave_out(scenario, [kind], f"it does not start: {error}")
+                    continue
+                # Or the next one would have to start beside threads that spin on both cores.
+                arms[-1].rest()
             self.results.groups.append(
                 {"group": self._group, "scenario": scenario, "arms": [a.kind.key for a in arms]}
             )
@@ -181,6 +188,7 @@ class Run:
             ]
             for client in clients:
                 stack.callback(client.close)
+            free = {arm.kind.key: free_at_first(arm) for arm in arms}
             for client in clients:
                 _warm_up(client)
                 client.arm.rest()
@@ -197,6 +205,11 @@ class Run:
                 if client.arm.kind.push:
                     self._quiet_returns(client)
             self._idle(scenario, clients)
+            for arm in arms:
+                if arm.kind.ours:
+                    left = leaks(arm, free[arm.kind.key])
+                    self.results.leaked.setdefault(scenario, {})[arm.kind.key] = left
+                    self._say(f"  {arm.kind.key}: {left or 'nothing left behind'}")
         self._save(self.results)
 
     @contextlib.contextmanager
@@ -358,29 +371,32 @@ class Run:
             if key in self.results.idle or key not in IDLE_ARMS:
                 continue
             arm.wake()
-            # Upstream cannot be told that a conversation is over: it holds those of the run.
-            wanted = self._options.idle_sessions if arm.kind.ours else 0
+            # Upstream cannot be told that a conversation is over: it holds those of the run too,
+            # all for 480 s.
+            wanted = self._options.idle_sessions if arm.kind.connector else 0
             for number in range(wanted):
                 client.touch(f"idle-{number}", f"Session {number}. Name a colour and a bird.")
-            sessions = wanted or (len(self._options.plans) if arm.kind.proxy else 0)
             time.sleep(SETTLE_S)
-            held = None
-            if arm.view is not None:
-                held = {
-                    name: {"holds": w.pool.holds, "held_blocks": w.pool.held_blocks}
-                    for name, w in arm.view.workers().items()
-                }
+            held = self._held(arm)
             usages = measure(arm.engines, self._options.idle_seconds)
             self.results.idle[key] = {
                 "scenario": scenario,
-                "sessions": sessions,
+                "sessions": wanted,
                 "seconds": self._options.idle_seconds,
                 "percent_by_engine": totals(usages),
-                "held": held,
+                "held_blocks": held,
                 "percent": max(totals(usages).values()),
             }
             self._say(f"  idle {key}: {self.results.idle[key]['percent_by_engine']} % of a core")
             arm.rest()
+
+    def _held(self, arm: Arm) -> dict[str, float]:
+        """Blocks that each engine holds."""
+        found = Snapshot.of(arm)
+        return {
+            engine.name: held_blocks(arm, engine, metrics, self._options.pool.blocks)
+            for engine, metrics in zip(arm.engines, (found.prefill, found.decode), strict=False)
+        }
 
 
 def _warm_up(client: Client) -> None:

@@ -9,6 +9,7 @@ import pytest
 from benchmarks.ttft.arms import ARMS
 from benchmarks.ttft.counters import Legs
 from benchmarks.ttft.groups import plan_groups
+from benchmarks.ttft.oracles import failures
 from benchmarks.ttft.report import gbps, last_line, summary
 from benchmarks.ttft.session import Results
 from benchmarks.ttft.stats import counted, median_or_none, prefill_throughput, ratio
@@ -170,3 +171,14 @@ def test_an_arm_that_was_left_out_gives_its_reason() -> None:
     )
     _, reasons = last_line(summary(results, {}, {}))
     assert reasons["ttft_ratio_to_upstream_one_way"] == "no time left"
+
+
+def test_a_wrong_answer_or_a_leak_of_ours_fails_the_run() -> None:
+    off = [replace(sample(arm, 2, 1.0), differences=["tokens differ"]) for arm in ("b", "g")]
+    assert failures(off, {}, exact=False) == []
+    (wrong,) = failures(off, {"lost": {"g": None}}, exact=True)
+    assert wrong == "lost, g, fixed-0 turn 2: tokens differ"
+    (leak,) = failures(
+        RUN, {"lost": {"g": None}, "kept": {"e": "e-decode has 3 holds"}}, exact=True
+    )
+    assert leak == "kept, e: e-decode has 3 holds"
