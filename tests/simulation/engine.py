@@ -170,6 +170,9 @@ class Engine:
     _deferred: deque[tuple[int, list[int]]] = field(default_factory=deque)
     # Set by a fault: the scheduler thinks that it is out of blocks.
     preempt_next: bool = False
+    # How often it was told to pause, 0 while it is not; who waits until it has come to rest.
+    pauses: int = 0
+    _pausing: list[Callable[[bool], None]] = field(default_factory=list)
 
     def counts(self) -> tuple[int, int]:
         """(running, waiting)."""
@@ -219,6 +222,43 @@ class Engine:
         request.aborted = True
         self._free_request(request, keep_blocks=keep_blocks)
 
+    def pause(self, done: Callable[[bool], None]) -> None:
+        """vLLM's `/pause?mode=wait`: nothing new begins, what has blocks goes on to its end, and
+        then the prefix cache is emptied; `done` hears whether it could be."""
+
+        def begin() -> None:
+            self.pauses += 1
+            self._pausing.append(done)
+
+        self._inputs.append(begin)
+        self._start()
+
+    def resume(self) -> None:
+        """vLLM's `/resume`."""
+
+        def go_on() -> None:
+            self.pauses = 0
+
+        self._inputs.append(go_on)
+        self._start()
+
+    def _has_work(self) -> bool:
+        if not self.pauses:
+            return bool(self.requests)
+        queued = sum(1 for request in self.waiting if not request.block_ids)
+        if len(self.requests) > queued:
+            return True
+        self._tend(0)
+        return self.agent.settling()
+
+    def _at_rest(self) -> None:
+        """What was told to wait for it goes on."""
+        while self._pausing:
+            done = self._pausing.pop(0)
+            self.agent.reset()
+            self.after_hook()
+            done(self.pool.reset())
+
     # The loop.
 
     def _start(self) -> None:
@@ -229,7 +269,7 @@ class Engine:
     def _begin_step(self) -> None:
         while self._inputs:
             self._inputs.pop(0)()
-        if self.requests:
+        if self._has_work():
             self._execute(self._schedule())
             if self.overlap and len(self._steps) == 1:
                 # What comes in meanwhile is looked at before the next is scheduled.
@@ -238,6 +278,7 @@ class Engine:
         elif not self._steps:
             self._stepping = False
             self._tend(0)
+            self._at_rest()
             return
         wait_ns = max(0, self._steps[0].ends_ns - self.kernel.now)
         self.kernel.at(wait_ns, self.thread, self._end_step)
@@ -281,7 +322,7 @@ class Engine:
         # Those that hold blocks come first (vLLM keeps them in a queue of their own): who waits
         # for blocks must not stand in the way of who has them.
         for request in sorted(self.waiting, key=lambda request: not request.block_ids):
-            if request.status is Status.LOADING:
+            if request.status is Status.LOADING or (self.pauses and not request.block_ids):
                 continue
             if not self._admit(request):
                 break
@@ -561,6 +602,7 @@ class Engine:
         )
 
     def _tend(self, num_requests: int) -> None:
+        self.agent.heed_pause(self.pauses)
         self.agent.drain()
         if num_requests:
             self.agent.make_room(min(STEP_BLOCKS, num_requests + STEP_BLOCKS // 2))

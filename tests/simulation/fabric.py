@@ -178,7 +178,7 @@ class Fabric:
                 f"{read.reader.name}: a READ of {read.lease_id} writes to block {here}, which is "
                 "published",
             )
-        block.content[read.reader.rank] = read.source.pool.blocks[there].content[read.source.rank]
+        block.takes(read.reader.rank, read.source.pool.blocks[there], read.source.rank)
         read.copied += 1
 
     def start_write(self, write: FlyingWrite) -> None:
@@ -233,7 +233,7 @@ class Fabric:
         write.copied += 1
 
     def _bytes(self, write: FlyingWrite, to: Block, source: Block) -> None:
-        to.content[write.target.rank] = source.content[write.writer.rank]
+        to.takes(write.target.rank, source, write.writer.rank)
 
     def _end_write(self, write: FlyingWrite, status: str) -> None:
         write.status = status

@@ -9,6 +9,7 @@ from kvshuttle.controlplane.model.terms import LeaseState
 from tests.simulation.clients import chain_hash
 from tests.simulation.engine import BLOCK_TOKENS
 from tests.simulation.kernel import SECOND, Thread, between
+from tests.simulation.weights import Operator
 
 if TYPE_CHECKING:
     from tests.simulation.kernel import Kernel
@@ -412,6 +413,13 @@ class Faults:
             lambda _: None,
         )
 
+    def new_weights(self) -> None:
+        """An operator pauses all engines and gives them other weights."""
+        if not self.world.changing_weights:
+            self.world.changing_weights = True
+            self.kernel.fault("pause_engines", "all")
+            Operator(self.world).look()
+
     def fence(self) -> None:
         """An engine dies and an operator attests it at once."""
         boot = self._busy_boot()
@@ -459,6 +467,7 @@ FAULTS: dict[str, tuple[float, int]] = {
     "renew": (0.45, 4),
     "drain": (0.2, 1),
     "fence": (0.25, 1),
+    "new_weights": (0.3, 2),
 }
 
 _COUNTED_OTHERWISE = (
@@ -488,6 +497,7 @@ KINDS = (
     "abort_during_load",
     "fork",
     "concurrent_turns",
+    "pause_engines",
     "sibling",
     "duplicate",
     "preempt",

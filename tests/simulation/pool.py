@@ -4,6 +4,7 @@ The rules are vLLM 0.32's (`v1/core/block_pool.py`): what is referenced is not h
 that is handed out loses its hash; uncached blocks are reused first, the last freed soonest; two
 blocks may have one hash. A block's *content* is, for each rank, the hash of the chain whose KV its
 bytes are, or garbage; a hand-out makes it garbage at once, which is the worst that reuse can do.
+Beside it is what vLLM's hashes do not say: the version of the weights that computed it.
 """
 
 from __future__ import annotations
@@ -15,12 +16,18 @@ from collections.abc import Callable, Sequence
 
 from tests.simulation.kernel import Violation
 
-__all__ = ["Block", "BlockPool", "partial_hash"]
+__all__ = ["Block", "BlockPool", "Weights", "partial_hash"]
 
 
 def partial_hash(block_hash: bytes, tokens: int) -> bytes:
     """Names, and is the content of, a block of which so many tokens are written."""
     return hashlib.blake2b(block_hash + tokens.to_bytes(2, "big"), digest_size=8).digest()
+
+
+class Weights:
+    """What an engine computes with, by number."""
+
+    version = 0
 
 
 class Block:
@@ -31,17 +38,21 @@ class Block:
         "block_id",
         "content",
         "generation",
+        "made_with",
         "partial",
         "pending",
         "refs",
         "watcher",
+        "weights",
     )
 
-    def __init__(self, block_id: int, ranks: int) -> None:
+    def __init__(self, block_id: int, ranks: int, weights: Weights) -> None:
         self.block_id = block_id
+        self.weights = weights
         self.refs = 0
         self.block_hash: bytes | None = None
         self.content: list[bytes] = [b""] * ranks
+        self.made_with: list[int] = [0] * ranks
         self.generation = 0
         # A step that is not over writes it: cached already, as in vLLM, but not yet filled.
         self.pending = False
@@ -50,8 +61,14 @@ class Block:
         self.watcher: Callable[[int], None] | None = None
 
     def holds(self, block_hash: bytes) -> bool:
-        """Whether its bytes are the KV of this hash, on every rank."""
-        return all(content == block_hash for content in self.content)
+        """Whether its bytes are the KV of this hash by its engine's weights, on every rank."""
+        right = all(content == block_hash for content in self.content)
+        return right and all(version == self.weights.version for version in self.made_with)
+
+    def takes(self, rank: int, source: Block, source_rank: int) -> None:
+        """Another block's bytes are written over those of a rank."""
+        self.content[rank] = source.content[source_rank]
+        self.made_with[rank] = source.made_with[source_rank]
 
     def begins_with(self, tail_hash: bytes, tokens: int) -> bool:
         """Whether its bytes are the KV of these tokens, and perhaps of what follows them."""
@@ -81,7 +98,8 @@ class BlockPool:
     ) -> None:
         self.name = name
         self.caching = caching
-        self.blocks = [Block(i, ranks) for i in range(total)]
+        self.weights = Weights()
+        self.blocks = [Block(i, ranks, self.weights) for i in range(total)]
         self.on_handout: Callable[[Block], None] = lambda _: None
         self.on_publish: Callable[[Block], None] = lambda _: None
         self.on_compute: Callable[[Block], None] = lambda _: None
@@ -182,6 +200,7 @@ class BlockPool:
         block.pending = False
         block.partial = None
         block.content = [content] * len(block.content)
+        block.made_with = [self.weights.version] * len(block.content)
 
     def write_partial(self, block_id: int, whole: bytes, tokens: int) -> None:
         """The engine computes a block's KV up to so many tokens; what a later step fills stays
@@ -190,6 +209,15 @@ class BlockPool:
         pending = block.pending
         self.write(block_id, partial_hash(whole, tokens))
         block.pending, block.partial = pending, (whole, tokens)
+
+    def reset(self) -> bool:
+        """Empties the prefix cache, unless anything is referenced."""
+        if self.free_blocks < self.total_blocks:
+            return False
+        self._cache.clear()
+        for block in self.blocks:
+            block.block_hash = None
+        return True
 
     # Inside.
 

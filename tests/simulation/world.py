@@ -77,6 +77,9 @@ class World:
         self.stream_delay: dict[str, float] = {}
         self._lost_store = True
         self._healed = False
+        # The version of the weights that engines start with; whether they are being changed.
+        self.weights = 0
+        self.changing_weights = False
         self.start_control()
         for spec in shape.specs:
             self.boot(spec)
@@ -253,6 +256,7 @@ class World:
             check_write=self.checker.writing,
             welcomed=self.checker.welcomed,
         )
+        boot.pool.weights.version = self.weights
         self.boots[spec.worker_id] = boot
         self.checker.watch(boot)
         return boot
