@@ -54,12 +54,25 @@ class ReadHandle:
 
 @dataclass(eq=False)
 class BlockList:
-    """Blocks of one side whose descriptors are prepared, all regions: block i of region r is
-    ``r * size + i``. Many transfers use it."""
+    """Blocks of one side, all regions, that are written from or to in several WRITEs. `runs`: of
+    our own, the descriptors that NIXL has prepared of them and of where they are written to."""
 
     raw: Any
     size: int
     agent_name: str
+    runs: _Runs | None = None
+
+
+@dataclass(frozen=True)
+class _Runs:
+    """Prepared descriptors of both sides, `count` a region: run i of region r is
+    ``r * count + i`` on each."""
+
+    target: BlockList
+    offset: int
+    mine: Any
+    theirs: Any
+    count: int
 
 
 def merge_runs(
@@ -228,52 +241,32 @@ class NixlTransport:
         return handle
 
     def prepare(self, agent_name: str, blocks: Sequence[int]) -> BlockList:
-        """Descriptors of a peer's blocks, or of our own (no name), for `post_write`.
+        """A peer's blocks, or our own (no name), for `post_write`.
 
-        Raises :class:`TransportError` when NIXL refuses.
+        Raises :class:`TransportError` where there is no such peer.
         """
-        try:
-            regions: Sequence[LocalRegion | PeerRegion] = (
-                self._peers[agent_name] if agent_name else self._regions
-            )
-        except KeyError:
-            raise TransportError(f"peer {agent_name} is not connected") from None
-        first = np.asarray(blocks, dtype=np.int64)
-        one = np.ones(len(first), dtype=np.int64)
-        rows = _rows(regions, first, one)
-        try:
-            raw = self._agent.prep_xfer_dlist(
-                agent_name or "NIXL_INIT_AGENT",
-                self._agent.get_xfer_descs(rows, regions[0].memory_type),
-                backends=[self.backend],
-            )
-        except Exception as error:
-            raise TransportError(f"peer {agent_name}: {error}") from error
-        return BlockList(raw, len(first), agent_name)
+        if agent_name and agent_name not in self._peers:
+            raise TransportError(f"peer {agent_name} is not connected")
+        return BlockList(np.asarray(blocks, dtype=np.int64), len(blocks), agent_name)
 
     def post_write(
         self, local: BlockList, remote: BlockList, offset: int, regions: range
     ) -> ReadHandle:
         """Posts a WRITE of all of `local` to `remote` from position `offset` on, of these regions.
-        Blocks that are neighbours on both sides go as one descriptor (NIXL merges them).
+        Blocks that are neighbours on both sides go as one descriptor. Those are prepared for all
+        regions when the first is written, since a model has many.
 
         Raises :class:`TransportError` when NIXL refuses.
         """
-        count = local.size
-        steps = np.asarray(regions, dtype=np.int32)[:, None]
-        blocks = np.arange(count, dtype=np.int32)[None, :]
         try:
+            runs = self._runs(local, remote, offset)
+            steps = np.asarray(regions, dtype=np.int32)[:, None]
+            which = (steps * runs.count + np.arange(runs.count, dtype=np.int32)[None, :]).ravel()
             raw = self._agent.make_prepped_xfer(
-                "WRITE",
-                local.raw,
-                (steps * count + blocks).ravel(),
-                remote.raw,
-                (steps * remote.size + offset + blocks).ravel(),
-                b"",
-                backends=[self.backend],
+                "WRITE", runs.mine, which, runs.theirs, which, b"", backends=[self.backend]
             )
-            total = sum(self._regions[r].block_bytes for r in regions) * count
-            handle = ReadHandle(raw, total, len(regions) * count)
+            total = sum(self._regions[r].block_bytes for r in regions) * local.size
+            handle = ReadHandle(raw, total, len(which))
             if self._agent.transfer(raw) == "ERR":
                 raise TransportError(f"peer {remote.agent_name}: WRITE was refused")
         except TransportError:
@@ -282,11 +275,43 @@ class NixlTransport:
             raise TransportError(f"peer {remote.agent_name}: {error}") from error
         return handle
 
+    def _runs(self, local: BlockList, remote: BlockList, offset: int) -> _Runs:
+        known = local.runs
+        if known is not None and known.target is remote and known.offset == offset:
+            return known
+        self.drop_list(local)
+        # NIXL 1.5 makes a descriptor of each index it is given, so neighbours are joined here.
+        mine, theirs, lengths = merge_runs(local.raw, remote.raw[offset : offset + local.size])
+        peer = self._peers[remote.agent_name]
+        local.runs = _Runs(
+            remote,
+            offset,
+            self._prepared("NIXL_INIT_AGENT", self._regions, mine, lengths),
+            self._prepared(remote.agent_name, peer, theirs, lengths),
+            len(lengths),
+        )
+        return local.runs
+
+    def _prepared(
+        self,
+        agent_name: str,
+        regions: Sequence[LocalRegion | PeerRegion],
+        first: npt.NDArray[np.int64],
+        lengths: npt.NDArray[np.int64],
+    ) -> Any:
+        rows = _rows(regions, first, lengths)
+        descs = self._agent.get_xfer_descs(rows, regions[0].memory_type)
+        return self._agent.prep_xfer_dlist(agent_name, descs, backends=[self.backend])
+
     def drop_list(self, blocks: BlockList) -> None:
         """Lets prepared descriptors go; transfers that use them have ended."""
-        # A list of a peer that NIXL has dropped is gone already.
-        with contextlib.suppress(Exception):
-            self._agent.release_dlist_handle(blocks.raw)
+        runs, blocks.runs = blocks.runs, None
+        if runs is None:
+            return
+        for prepared in (runs.mine, runs.theirs):
+            # A list of a peer that NIXL has dropped is gone already.
+            with contextlib.suppress(Exception):
+                self._agent.release_dlist_handle(prepared)
 
     def state(self, handle: ReadHandle) -> str:
         """``PROC``, ``DONE`` or ``ERR``; asking drives progress."""
