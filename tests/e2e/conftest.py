@@ -230,8 +230,14 @@ def workers(
 
 
 @pytest.fixture(scope="session")
+def more_agents() -> list[Engine]:
+    """Engines that some tests add to the cluster for a while; the run's history is theirs too."""
+    return []
+
+
+@pytest.fixture(scope="session")
 def engines(
-    logs: Path, collector: Collector
+    logs: Path, collector: Collector, more_agents: list[Engine]
 ) -> Iterator[tuple[Stack, ControlPlane, Engine, Engine, Engine]]:
     """Control plane, prefill, decode and the plain engine, started side by side."""
     assert (TINY / "config.json").exists(), "no model: run `make model`"
@@ -242,7 +248,7 @@ def engines(
         plain = Engine(engine_spec("plain", engine_cpus()[1], env=STORES_RESPONSES), log_dir=logs)
         stack.start(prefill, decode, plain)
         yield stack, control_plane, prefill, decode, plain
-    check_history(control_plane, prefill, decode)
+    check_history(control_plane, prefill, decode, *more_agents)
 
 
 def check_history(control_plane: ControlPlane, *agents: Engine) -> None:
