@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import uuid
 from collections.abc import Iterable
@@ -103,8 +104,20 @@ class Agent:
 
     async def connect(self) -> Agent:
         """Says hello and waits for the welcome; raises the status of a refusal."""
+        while True:
+            try:
+                return await self._connect()
+            except grpc.aio.AioRpcError as error:
+                # A hello that meets the end of a call, refused before it was read, gives the call
+                # this status in the place of the server's own: that is asked for again.
+                if "Internal error from Core" not in (error.details() or ""):
+                    raise
+
+    async def _connect(self) -> Agent:
         self._call = self.stub.Connect()
-        await self._call.write(pb.ConnectRequest(hello=self.hello))
+        # Refused already: its status comes with the read.
+        with contextlib.suppress(asyncio.InvalidStateError):
+            await self._call.write(pb.ConnectRequest(hello=self.hello))
         first = await self._call.read()
         if first is grpc.aio.EOF:
             # Raises the status of a refusal.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -126,6 +127,26 @@ async def test_an_agent_is_who_its_certificate_says(site: Site) -> None:
         stranger = Agent(site.channel(address, uri), "d", types.WORKER_ROLE_DECODE)
         error = await refused(stranger.connect())
         assert error.code() in (DENIED, grpc.StatusCode.UNAUTHENTICATED)
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.1])
+async def test_a_refusal_is_heard_before_a_hello_and_beside_it(
+    site: Site, monkeypatch: pytest.MonkeyPatch, late_s: float
+) -> None:
+    """The scripted agent's own: a hello that meets the call's end makes gRPC forget the status."""
+    channel = site.channel(site.server.addresses.agent, "kvshuttle://gateway/g")
+    strangers = [Agent(channel, "d", types.WORKER_ROLE_DECODE) for _ in range(20)]
+    for stranger in strangers:
+        connect = stranger.stub.Connect
+        calls = iter([connect()])
+
+        def first(calls: Any = calls, connect: Any = connect) -> Any:
+            return next(calls, None) or connect()
+
+        monkeypatch.setattr(stranger.stub, "Connect", first)
+    await asyncio.sleep(late_s)
+    for stranger in strangers:
+        assert (await refused(stranger.connect())).code() is DENIED
 
 
 async def test_an_agent_without_a_certificate_gets_no_connection(site: Site) -> None:
