@@ -126,24 +126,10 @@ def layout(name: str, pool: int, count: int, luck: random.Random) -> Blocks:
     return found
 
 
-def timed(transport: Ahead, post: Callable[[], ReadHandle]) -> tuple[float, float, int]:
-    """Milliseconds until posted, and until done; descriptors."""
+def timed(transport: Ahead, *posts: Callable[[], ReadHandle]) -> tuple[float, float, int]:
+    """Milliseconds until all are posted, and until all are done; descriptors."""
     start = time.perf_counter()
-    handle = post()
-    posted = time.perf_counter()
-    until_done(transport, handle)
-    done = time.perf_counter()
-    count = transport.count(handle)
-    transport.release(handle)
-    return (posted - start) * 1e3, (done - start) * 1e3, count
-
-
-def pushed(
-    transport: Ahead, post: Callable[[range], ReadHandle], layers: int
-) -> tuple[float, float, int]:
-    """As `timed`, of a push layer by layer."""
-    start = time.perf_counter()
-    handles = [post(range(i, i + 1)) for i in range(layers)]
+    handles = [post() for post in posts]
     posted = time.perf_counter()
     for handle in handles:
         until_done(transport, handle)
@@ -152,6 +138,13 @@ def pushed(
     for handle in handles:
         transport.release(handle)
     return (posted - start) * 1e3, (done - start) * 1e3, count
+
+
+def pushed(
+    transport: Ahead, post: Callable[[range], ReadHandle], layers: int
+) -> tuple[float, float, int]:
+    """As `timed`, of a push layer by layer."""
+    return timed(transport, *(partial(post, range(i, i + 1)) for i in range(layers)))
 
 
 def merged_push(

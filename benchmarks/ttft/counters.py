@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from benchmarks.ttft.arms import Arm
-from kvshuttle.localstack import Engine
 from kvshuttle.localstack.metrics import EXTERNAL_HITS, LOCAL_HITS, PROMPT_TOKENS, Metrics, scrape
 
 __all__ = ["Legs", "Snapshot", "held_blocks", "legs"]
@@ -94,12 +93,15 @@ def legs(arm: Arm, before: Snapshot, after: Snapshot) -> Legs:
     )
 
 
-def held_blocks(arm: Arm, engine: Engine, metrics: Metrics, blocks: int) -> float:
-    """Blocks that nobody else may have though no request runs.
+def held_blocks(arm: Arm, found: Snapshot, blocks: int) -> dict[str, float]:
+    """Blocks of each engine that nobody else may have though no request runs; `blocks`: of a pool.
 
     Ours say so in their heartbeats; of upstream's engines it is what vLLM counts as in use after
     its last step, which changes only in a step.
     """
+    names = [engine.name for engine in arm.engines]
     if arm.view is not None:
-        return float(arm.view.workers()[engine.name].pool.held_blocks)
-    return metrics.total(_USAGE) * blocks
+        workers = arm.view.workers()
+        return {name: float(workers[name].pool.held_blocks) for name in names}
+    sides = (found.prefill, found.decode)
+    return {name: side.total(_USAGE) * blocks for name, side in zip(names, sides, strict=False)}

@@ -377,7 +377,7 @@ class Run:
             for number in range(wanted):
                 client.touch(f"idle-{number}", f"Session {number}. Name a colour and a bird.")
             time.sleep(SETTLE_S)
-            held = self._held(arm)
+            held = held_blocks(arm, Snapshot.of(arm), self._options.pool.blocks)
             usages = measure(arm.engines, self._options.idle_seconds)
             self.results.idle[key] = {
                 "scenario": scenario,
@@ -389,14 +389,6 @@ class Run:
             }
             self._say(f"  idle {key}: {self.results.idle[key]['percent_by_engine']} % of a core")
             arm.rest()
-
-    def _held(self, arm: Arm) -> dict[str, float]:
-        """Blocks that each engine holds."""
-        found = Snapshot.of(arm)
-        return {
-            engine.name: held_blocks(arm, engine, metrics, self._options.pool.blocks)
-            for engine, metrics in zip(arm.engines, (found.prefill, found.decode), strict=False)
-        }
 
 
 def _warm_up(client: Client) -> None:

@@ -237,15 +237,7 @@ class Client:
         if sample is None:
             return
         found = found or Snapshot.of(self.arm)
-        blocks = sum(
-            held_blocks(
-                self.arm,
-                engine,
-                found.prefill if engine is self.arm.prefill else found.decode,
-                self._pool.blocks,
-            )
-            for engine in self.arm.engines
-        )
+        blocks = sum(held_blocks(self.arm, found, self._pool.blocks).values())
         since = time.monotonic() - self._ended[conversation]
         sample.held.append((round(since, 3), round(blocks, 1)))
 

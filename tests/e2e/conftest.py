@@ -196,35 +196,49 @@ def control_plane_of(logs: Path) -> ControlPlane:
     return ControlPlane(directory=logs, extra_args=store_args(logs, "--no-eager"))
 
 
+def worker(
+    logs: Path,
+    control_plane: ControlPlane,
+    name: str,
+    role: str,
+    *,
+    env: Mapping[str, str] | None = None,
+    **changes: object,
+) -> Engine:
+    """One with an agent, not started; prefill on the first core, decode on the second."""
+    return Engine(
+        engine_spec(
+            name,
+            engine_cpus()[role == "decode"],
+            # For /reset_prefix_cache, the stand-in for an eviction.
+            env={"VLLM_SERVER_DEV_MODE": "1", "KVSHUTTLE_LOG_LEVEL": "debug", **(env or {})},
+            kv_transfer=kvshuttle_transfer(
+                control_plane=control_plane.target,
+                worker_id=name,
+                role=role,
+                extra={"fault_file": str(logs / f"{name}.faults.json"), "traces": True},
+            ),
+            **changes,
+        ),
+        log_dir=logs,
+    )
+
+
 def workers(
     logs: Path, control_plane: ControlPlane, traces: str, env: Mapping[str, str] | None = None
 ) -> tuple[Engine, Engine]:
     """Prefill and decode, not started."""
-    cpus = engine_cpus()
     prefill, decode = (
-        Engine(
-            engine_spec(
-                name,
-                cpu,
-                num_blocks=POOL_BLOCKS,
-                # For /reset_prefix_cache, the stand-in for an eviction.
-                env={
-                    "VLLM_SERVER_DEV_MODE": "1",
-                    "KVSHUTTLE_LOG_LEVEL": "debug",
-                    **STORES_RESPONSES,
-                    **(env or {}),
-                },
-                extra_args=("--otlp-traces-endpoint", traces),
-                kv_transfer=kvshuttle_transfer(
-                    control_plane=control_plane.target,
-                    worker_id=name,
-                    role=role,
-                    extra={"fault_file": str(logs / f"{name}.faults.json"), "traces": True},
-                ),
-            ),
-            log_dir=logs,
+        worker(
+            logs,
+            control_plane,
+            name,
+            role,
+            num_blocks=POOL_BLOCKS,
+            env={**STORES_RESPONSES, **(env or {})},
+            extra_args=("--otlp-traces-endpoint", traces),
         )
-        for name, role, cpu in ((PREFILL, "prefill", cpus[0]), (DECODE, "decode", cpus[1]))
+        for name, role in ((PREFILL, "prefill"), (DECODE, "decode"))
     )
     return prefill, decode
 

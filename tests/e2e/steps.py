@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import time
-from typing import TYPE_CHECKING
+from http.client import HTTPConnection
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
     from kvshuttle.localstack import Message
     from kvshuttle.v1 import types_pb2
@@ -43,6 +46,20 @@ def ask(cluster: Cluster, oracle: Oracle, session: str, messages: list[Message])
     answer = cluster.client.ask(messages, session=session, max_tokens=16)
     oracle.check(answer, messages)
     return cluster.returned_tokens() - before
+
+
+def begun(
+    url: str, body: Mapping[str, Any], headers: Mapping[str, str] | None = None
+) -> HTTPConnection:
+    """A chat completion that is asked for, and that nobody waits for; closing it hangs up."""
+    connection = HTTPConnection(urlsplit(url).netloc, timeout=60)
+    connection.request(
+        "POST",
+        "/v1/chat/completions",
+        json.dumps(body),
+        {"Content-Type": "application/json", **(headers or {})},
+    )
+    return connection
 
 
 def tries(what: str, times: int = 5) -> Iterator[int]:

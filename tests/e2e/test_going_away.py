@@ -6,11 +6,8 @@ another phase than it means to fails.
 
 from __future__ import annotations
 
-import http.client
-import json
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
-from urllib.parse import urlsplit
 
 import pytest
 
@@ -19,7 +16,7 @@ from kvshuttle.localstack.chat import RETURN_HEADER
 from kvshuttle.localstack.metrics import scrape
 from kvshuttle.v1 import types_pb2
 from tests.e2e.conftest import DECODE, PREFILL, Cluster
-from tests.e2e.steps import BLOCK, transferring, turn, wait_until
+from tests.e2e.steps import BLOCK, begun, transferring, turn, wait_until
 from tests.support.conversation import Conversation, Oracle, text
 from tests.support.leaks import assert_nothing_leaked, leaks
 
@@ -55,18 +52,13 @@ class Request:
         # Whoever counts later may count with the answer's end.
         self.counted_before = cancels(cluster)
         body = cluster.client.body(messages, max_tokens=3_000, ignore_eos=True, stream=True)
-        self._connection = http.client.HTTPConnection(
-            urlsplit(cluster.gateway.url).netloc, timeout=60
-        )
-        self._connection.request(
-            "POST",
-            "/v1/chat/completions",
-            json.dumps(body),
+        self._connection = begun(
+            cluster.gateway.url,
+            body,
             {
                 "X-Session-ID": talk.session,
                 # As in conftest.py: a transfer is tested, not whether it pays.
                 RETURN_HEADER: "always",
-                "Content-Type": "application/json",
             },
         )
 

@@ -4,21 +4,18 @@ its KV that follows."""
 from __future__ import annotations
 
 import contextlib
-import http.client
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import pytest
 
-from kvshuttle.localstack import Answer, Engine, Stack, engine_cpus, kvshuttle_transfer
+from kvshuttle.localstack import Answer, Engine, Stack, user
 from kvshuttle.localstack.metrics import EXTERNAL_HITS, LOCAL_HITS
 from kvshuttle.v1 import lease_service_pb2 as lease_pb2
 from kvshuttle.v1 import types_pb2
-from tests.e2e.conftest import DECODE, PREFILL, Cluster, engine_spec, hooks_failed
-from tests.e2e.steps import BLOCK, tries, wait_for_leases, wait_until
+from tests.e2e.conftest import DECODE, PREFILL, Cluster, hooks_failed, worker
+from tests.e2e.steps import BLOCK, begun, tries, wait_for_leases, wait_until
 from tests.support.conversation import MAX_TOKENS, Conversation, Oracle
 from tests.support.leaks import assert_nothing_leaked, free_blocks
 
@@ -68,13 +65,13 @@ class Four:
         """A session whose first turn ran on the two engines that can be kept busy."""
         talk = Conversation(name, seed=seed)
         view = self.cluster.view
-        for worker in (PREFILL, DECODE):
-            view.drain(worker)
+        for first in (PREFILL, DECODE):
+            view.drain(first)
         try:
             self.ask(oracle, talk, words=300)
         finally:
-            for worker in (PREFILL, DECODE):
-                view.drain(worker, undo=True)
+            for first in (PREFILL, DECODE):
+                view.drain(first, undo=True)
         assert self.ran(talk) == (OTHER_PREFILL, OTHER_DECODE)
         return talk
 
@@ -102,20 +99,10 @@ class Four:
         begins when the control plane has heard of them."""
         with contextlib.ExitStack() as stack:
             for _ in range(QUEUE + 1):
-                connection = http.client.HTTPConnection(urlsplit(engine.url).netloc, timeout=60)
-                stack.callback(connection.close)
                 body = self.cluster.client.body(
-                    [{"role": "user", "content": "Wait."}],
-                    max_tokens=3_000,
-                    ignore_eos=True,
-                    stream=True,
+                    [user("Wait.")], max_tokens=3_000, ignore_eos=True, stream=True
                 )
-                connection.request(
-                    "POST",
-                    "/v1/chat/completions",
-                    json.dumps(body),
-                    {"Content-Type": "application/json"},
-                )
+                stack.callback(begun(engine.url, body).close)
             wait_until(lambda: self.waiting(engine) >= QUEUE - 5, f"{engine.name} has a queue")
             yield
         wait_until(lambda: not self.waiting(engine), f"{engine.name} is left alone")
@@ -130,25 +117,16 @@ def workers(
     cluster: Cluster, logs: Path, more_agents: list[Engine]
 ) -> Iterator[tuple[Engine, Engine]]:
     """The two more, while this module's tests run."""
-    cpus = engine_cpus()
     engines = [
-        Engine(
-            engine_spec(
-                name,
-                cpu,
-                num_blocks=BLOCKS[name],
-                env={"VLLM_SERVER_DEV_MODE": "1", "KVSHUTTLE_LOG_LEVEL": "debug"},
-                extra_args=("--max-num-seqs", "1"),
-                kv_transfer=kvshuttle_transfer(
-                    control_plane=cluster.control_plane.target, worker_id=name, role=role
-                ),
-            ),
-            log_dir=logs,
+        worker(
+            logs,
+            cluster.control_plane,
+            name,
+            role,
+            num_blocks=BLOCKS[name],
+            extra_args=("--max-num-seqs", "1"),
         )
-        for name, role, cpu in (
-            (OTHER_PREFILL, "prefill", cpus[0]),
-            (OTHER_DECODE, "decode", cpus[1]),
-        )
+        for name, role in ((OTHER_PREFILL, "prefill"), (OTHER_DECODE, "decode"))
     ]
     more_agents += engines
     with Stack() as stack:

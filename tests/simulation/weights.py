@@ -29,16 +29,15 @@ class Operator:
         self._world = world
         self._kernel = world.kernel
         self._until_ns = world.kernel.now + PATIENCE_NS
-        # Whom it has asked to pause; whether they could.
-        self._asked: list[Boot] = []
-        self._rests: dict[Boot, bool] = {}
+        # Whom it has asked to pause, and whether they could; None: not yet.
+        self._rests: dict[Boot, bool | None] = {}
 
     def look(self) -> None:
         """Asks whoever it has not asked; changes the weights when all have come to rest."""
         alive = [boot for boot in self._world.boots.values() if boot is not None]
         for boot in alive:
-            if boot not in self._asked:
-                self._asked.append(boot)
+            if boot not in self._rests:
+                self._rests[boot] = None
                 done = partial(self._rests.__setitem__, boot)
                 self._kernel.at(
                     between(self._kernel.rng, 0, ASK_MS),
@@ -46,7 +45,7 @@ class Operator:
                     boot.engine.pause,
                     done,
                 )
-        known = [self._rests.get(boot) for boot in alive]
+        known = [self._rests[boot] for boot in alive]
         if all(known):
             self._change(alive)
         elif False in known or self._kernel.now > self._until_ns:

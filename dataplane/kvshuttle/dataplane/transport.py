@@ -280,7 +280,7 @@ class NixlTransport:
         if known is not None and known.target is remote and known.offset == offset:
             return known
         self.drop_list(local)
-        # NIXL 1.5 makes a descriptor of each index it is given, so neighbours are joined here.
+        # NIXL 1.5 joins neighbours of a list of a whole pool, and not those of a lease's blocks.
         mine, theirs, lengths = merge_runs(local.raw, remote.raw[offset : offset + local.size])
         peer = self._peers[remote.agent_name]
         local.runs = _Runs(
