@@ -16,6 +16,7 @@ from rich.console import Console
 
 from benchmarks.ttft import raw_nixl
 from benchmarks.ttft.arms import ARMS, Pool
+from benchmarks.ttft.groups import RESERVE_BYTES
 from benchmarks.ttft.offload_tier import reason_it_does_not_run
 from benchmarks.ttft.oracles import failures
 from benchmarks.ttft.report import arm_of_ours, last_line, summary, tables
@@ -59,7 +60,10 @@ def _arguments() -> argparse.Namespace:
         "--minutes", type=float, help="no further group or conversation is begun after that"
     )
     parser.add_argument(
-        "--reserve-gib", type=float, default=2.0, help="memory left to the rest of the machine"
+        "--reserve-gib",
+        type=float,
+        default=RESERVE_BYTES / 2**30,
+        help="memory left to all but the engines",
     )
     parser.add_argument("--no-offload-tier", action="store_true", help="do not try arm d2")
     options = parser.parse_args()

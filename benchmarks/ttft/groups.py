@@ -11,8 +11,9 @@ from kvshuttle.localstack import Engine
 
 __all__ = ["RESERVE_BYTES", "available_bytes", "plan_groups", "used_bytes"]
 
-# Left to the rest of the machine.
-RESERVE_BYTES = 2 << 30
+# Left to the rest of the machine, and to raw NIXL's two ends, of 1.4 GB each (`raw_nixl.SLOTS`
+# stretches for returns of 90 MB), which are there while a group's engines are.
+RESERVE_BYTES = 5 << 30
 
 
 def available_bytes() -> int:
