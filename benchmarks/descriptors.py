@@ -5,8 +5,8 @@
 One process reads from another and writes to it, with the agent's own transport over plain memory:
 `--layers` regions of `--pool` blocks each. Compared are, in one run and by turns:
 
-- READs of merged runs, whose descriptors are made for each (what the agent does), and READs by
-  descriptors of all blocks of the pool that were prepared once;
+- READs by descriptors of all blocks of both pools, prepared once (what the agent does), and READs
+  whose descriptors are made for each, of merged runs;
 - pushes layer by layer of merged runs, prepared for all layers at the first (what the agent does),
   pushes of a descriptor a block, and one READ of the same blocks;
 - a first READ a second after the peer was added (as at registration), and one at once.
@@ -40,32 +40,33 @@ BACKEND = "UCX"
 NOTICE = b"read"
 CONNECT_S = 1.0
 TIMEOUT_S = 30.0
-WAYS = ("READ", "READ, prepared", "push", "push, block by block")
+WAYS = ("READ", "READ, made each time", "push", "push, block by block")
 Blocks = list[int]
 
 
-class Ahead(NixlTransport):
-    """With transfers by descriptors of whole pools, which the agent does not have."""
+class Other(NixlTransport):
+    """With transfers as the agent does not make them."""
 
-    def prepare_pools(self, peer: str, blocks: int) -> None:
-        """Once, for all blocks of both sides."""
-        each, one = np.arange(blocks, dtype=np.int64), np.ones(blocks, dtype=np.int64)
-        self._pool = blocks
-        self._ours = self._prepared("NIXL_INIT_AGENT", self._regions, each, one)
-        self._theirs = self._prepared(peer, self._peers[peer], each, one)
+    def post_made(self, local: Blocks, remote: Blocks) -> ReadHandle:
+        """A READ whose descriptors are made for it."""
+        pools, self._pools = self._pools, {}
+        try:
+            return self.post_read("far", local, remote, NOTICE)
+        finally:
+            self._pools = pools
 
-    def post_prepared(
-        self, operation: str, local: Blocks, remote: Blocks, regions: range
-    ) -> ReadHandle:
-        """A descriptor a block."""
-        starts = np.asarray(regions, dtype=np.int32)[:, None] * self._pool
-        mine = (starts + np.asarray(local, dtype=np.int32)[None, :]).ravel()
-        theirs = (starts + np.asarray(remote, dtype=np.int32)[None, :]).ravel()
+    def post_each(self, local: Blocks, remote: Blocks, regions: range) -> ReadHandle:
+        """A WRITE of these regions out of the pools, where the agent has lists of the blocks."""
+        (mine, theirs) = self._pools.values()
+        which = [
+            pool.pick(np.asarray(blocks)).reshape(pool.regions, -1)[regions].ravel()
+            for pool, blocks in ((mine, local), (theirs, remote))
+        ]
         raw = self._agent.make_prepped_xfer(
-            operation, self._ours, mine, self._theirs, theirs, NOTICE, backends=[BACKEND]
+            "WRITE", mine.raw, which[0], theirs.raw, which[1], NOTICE, backends=[BACKEND]
         )
         if self._agent.transfer(raw) == "ERR":
-            raise RuntimeError(f"a prepared {operation} was refused")
+            raise RuntimeError("a WRITE was refused")
         return ReadHandle(raw, 0)
 
     def count(self, handle: ReadHandle) -> int:
@@ -100,7 +101,7 @@ def far_end(shape: tuple[int, int, int]) -> Iterator[tuple[bytes, list[PeerRegio
     process.start()
     try:
         metadata, bases = pipe.recv()
-        yield metadata, [PeerRegion(base, shape[2], "DRAM", 0) for base in bases]
+        yield metadata, [PeerRegion(base, shape[2], "DRAM", 0, shape[1]) for base in bases]
         pipe.send(None)
         process.join(5)
     finally:
@@ -126,7 +127,7 @@ def layout(name: str, pool: int, count: int, luck: random.Random) -> Blocks:
     return found
 
 
-def timed(transport: Ahead, *posts: Callable[[], ReadHandle]) -> tuple[float, float, int]:
+def timed(transport: Other, *posts: Callable[[], ReadHandle]) -> tuple[float, float, int]:
     """Milliseconds until all are posted, and until all are done; descriptors."""
     start = time.perf_counter()
     handles = [post() for post in posts]
@@ -141,14 +142,14 @@ def timed(transport: Ahead, *posts: Callable[[], ReadHandle]) -> tuple[float, fl
 
 
 def pushed(
-    transport: Ahead, post: Callable[[range], ReadHandle], layers: int
+    transport: Other, post: Callable[[range], ReadHandle], layers: int
 ) -> tuple[float, float, int]:
     """As `timed`, of a push layer by layer."""
     return timed(transport, *(partial(post, range(i, i + 1)) for i in range(layers)))
 
 
 def merged_push(
-    transport: Ahead, local: Blocks, remote: Blocks, layers: int
+    transport: Other, local: Blocks, remote: Blocks, layers: int
 ) -> tuple[float, float, int]:
     """As the agent does it."""
     mine, theirs = transport.prepare("", local), transport.prepare("far", remote)
@@ -173,11 +174,10 @@ def transfers(shape: tuple[int, int, int], counts: list[int], rounds: int) -> di
     memory = np.ones(shape, dtype=np.uint8)
     rows: list[dict[str, Any]] = []
     with far_end(shape) as (metadata, regions):
-        transport = Ahead("near", BACKEND, {})
+        transport = Other("near", BACKEND, {})
         transport.register(_regions(memory))
-        transport.add_peer("far", metadata, regions)
         before, start = psutil.Process().memory_full_info().uss, time.perf_counter()
-        transport.prepare_pools("far", pool)
+        transport.add_peer("far", metadata, regions)
         took = time.perf_counter() - start
         grown = psutil.Process().memory_full_info().uss - before
         for name in ("one run", "runs of 4", "scattered"):
@@ -188,11 +188,11 @@ def transfers(shape: tuple[int, int, int], counts: list[int], rounds: int) -> di
                     # Runs of the same lengths, elsewhere.
                     remote = [x + 1 for x in blocks]
                     read = partial(transport.post_read, "far", blocks, remote, NOTICE)
-                    ahead = partial(transport.post_prepared, "READ", blocks, remote, range(layers))
-                    each = partial(transport.post_prepared, "WRITE", blocks, remote)
+                    made = partial(transport.post_made, blocks, remote)
+                    each = partial(transport.post_each, blocks, remote)
                     ways = {
                         "READ": partial(timed, transport, read),
-                        "READ, prepared": partial(timed, transport, ahead),
+                        "READ, made each time": partial(timed, transport, made),
                         "push": partial(merged_push, transport, blocks, remote, layers),
                         "push, block by block": partial(pushed, transport, each, layers),
                     }
@@ -228,7 +228,7 @@ def first(shape: tuple[int, int, int], blocks: int, times: int) -> dict[str, Any
         for name, wait_s in (("connected", CONNECT_S), ("at_once", 0.0)):
             memory = np.ones(shape, dtype=np.uint8)
             with far_end(shape) as (metadata, regions):
-                transport = Ahead("near", BACKEND, {})
+                transport = Other("near", BACKEND, {})
                 transport.register(_regions(memory))
                 start = time.perf_counter()
                 transport.add_peer("far", metadata, regions)

@@ -138,13 +138,16 @@ class LandingZones:
         elif self._clock() > landing.deadline_ns:
             self._landed(landing, "LATE")
         else:
-            moved, took, blocks = (*map(_number, rest.split(b"|")), 0, 0, 0)[:3]
-            # A writer from before partial blocks counts none, and has written the full ones.
+            # Older writers count no pieces, and those from before partial blocks no blocks either,
+            # and have written the full ones.
+            moved, took, blocks, pieces = (*map(_number, rest.split(b"|")), 0, 0, 0, 0)[:4]
             wanted = len(order.local_block_ids)
             whole = blocks == wanted or (not blocks and not order.partial)
-            self._landed(landing, "" if whole else "INCOMPLETE", moved, took)
+            self._landed(landing, "" if whole else "INCOMPLETE", moved, took, pieces)
 
-    def _landed(self, landing: _Landing, reason: str, moved: int = 0, took: int = 0) -> None:
+    def _landed(
+        self, landing: _Landing, reason: str, moved: int = 0, took: int = 0, pieces: int = 0
+    ) -> None:
         """The writer has stopped: vLLM is told, unless it was before."""
         order = landing.order
         published = not reason and not landing.told
@@ -152,7 +155,9 @@ class LandingZones:
             if published:
                 self._faults.now().after_push(order, self._regions)
             self._results.add(order.request_id, failed=not published)
-        self._send(m.LandingEnded(order.request_id, order.lease_id, published, reason, moved, took))
+        self._send(
+            m.LandingEnded(order.request_id, order.lease_id, published, reason, moved, took, pieces)
+        )
 
     def _give_up(self, landing: _Landing, reason: str) -> None:
         if landing.told:

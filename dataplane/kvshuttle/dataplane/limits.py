@@ -24,6 +24,7 @@ __all__ = [
     "MAX_MESSAGE_BYTES",
     "MAX_PAST_TURNS",
     "MAX_PENDING_EVENTS",
+    "MAX_PREPARED",
     "MAX_SOFT_REPLICAS",
     "MAX_TURNS",
     "POLL_MAX_LANDING_NS",
@@ -133,6 +134,11 @@ engine only after its client has had the whole answer, some ms later."""
 MAX_SOFT_REPLICAS = 4_096
 """Soft replicas remembered at once: 3,000 hashes of 32 bytes each at 100k tokens, so about 400 MB
 at the very most and a few MB as a rule."""
+
+MAX_PREPARED = 2_000_000
+"""Blocks, times layers, of a pool whose descriptors are prepared once for all READs (80 layers of
+25,000 blocks, say). NIXL took 0.2 to 0.6 s for four million, in which the mover does nothing else,
+and about 8 bytes each. Beyond it each READ makes its own, up to a fifth more of a short one."""
 
 QUARANTINE_SHARE = 0.10
 """Largest share of the pool in quarantines; beyond it no new landing zone is taken."""

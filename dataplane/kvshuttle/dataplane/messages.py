@@ -45,12 +45,14 @@ __all__ = [
 
 
 class PeerRegion(msgspec.Struct, array_like=True, frozen=True):
-    """A remote KV region; block i starts at ``base + i * block_bytes``."""
+    """A remote KV region; block i starts at ``base + i * block_bytes``. `num_blocks` is 0 where the
+    control plane does not say it."""
 
     base: int
     block_bytes: int
     memory_type: str
     device_id: int
+    num_blocks: int = 0
 
 
 class HeadSlice(msgspec.Struct, array_like=True, frozen=True):
@@ -296,7 +298,8 @@ class Unserved(msgspec.Struct, tag=True, frozen=True):
 class LandingEnded(msgspec.Struct, tag=True, frozen=True):
     """The writer has stopped, as far as this rank's memory goes.
 
-    ``published`` is what was reported to vLLM for this rank; bytes and time are the writer's.
+    ``published`` is what was reported to vLLM for this rank; bytes, time and the number of pieces
+    are the writer's.
     """
 
     request_id: str
@@ -305,6 +308,7 @@ class LandingEnded(msgspec.Struct, tag=True, frozen=True):
     reason: str
     bytes_moved: int = 0
     transfer_ns: int = 0
+    descriptors: int = 0
 
 
 class LandingGivenUp(msgspec.Struct, tag=True, frozen=True):

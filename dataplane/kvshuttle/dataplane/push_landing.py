@@ -76,6 +76,7 @@ class Landing:
     reason: str = ""
     bytes_moved: int = 0
     transfer_ns: int = 0
+    descriptors: int = 0
 
     @property
     def request_id(self) -> str:
@@ -288,6 +289,7 @@ class LandingSide:
         landing.ranks_left -= 1
         landing.bytes_moved += message.bytes_moved
         landing.transfer_ns = max(landing.transfer_ns, message.transfer_ns)
+        landing.descriptors += message.descriptors
         if not message.published:
             self._fall_back(landing, message.reason)
         if not landing.done:
@@ -406,6 +408,7 @@ class LandingSide:
             stopped.stats.blocks = len(landing.zone.all_ids)
             stopped.stats.tokens = landing.tokens
             stopped.stats.bytes = landing.bytes_moved
+            stopped.stats.descriptors = landing.descriptors
             stopped.stats.transfer_time.FromNanoseconds(landing.transfer_ns)
             stopped.stats.wait_time.FromNanoseconds(max(0, self._clock() - landing.looked_ns))
         self._out.emit(agent_pb2.AgentEvent(stopped=stopped))

@@ -75,6 +75,7 @@ class _Push:
     blocks_written: int = 0
     bytes_moved: int = 0
     transfer_ns: int = 0
+    descriptors: int = 0
 
     @property
     def flying(self) -> bool:
@@ -264,6 +265,7 @@ class PushWriter:
             if status == "DONE":
                 push.bytes_moved += counted_bytes(self._transport, handle, push.order.lease_id)
                 push.transfer_ns += max(0, now - posted_ns)
+                push.descriptors += handle.descriptors
             else:
                 push.stopping = push.stopping or "TRANSFER_FAILED"
             self._transport.release(handle)
@@ -296,7 +298,7 @@ class PushWriter:
     def _say(self, push: _Push, kind: bytes, reason: str) -> bool:
         order = push.order
         words = [str(order.version), order.lease_id]
-        counts = (push.bytes_moved, push.transfer_ns, push.blocks_written)
+        counts = (push.bytes_moved, push.transfer_ns, push.blocks_written, push.descriptors)
         words += [reason] if reason else [str(count) for count in counts]
         notice = b"|".join([kind, *(word.encode() for word in words)])
         # The notice needs a few more calls into NIXL to leave this process.

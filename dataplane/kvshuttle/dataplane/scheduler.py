@@ -654,7 +654,13 @@ class SchedulerAgent:
                     agent_name=there.agent_name,
                     agent_metadata=there.agent_metadata,
                     regions=[
-                        m.PeerRegion(r.base_address, r.block_bytes, r.memory_type, r.device_id)
+                        m.PeerRegion(
+                            r.base_address,
+                            r.block_bytes,
+                            r.memory_type,
+                            r.device_id,
+                            peer.num_blocks,
+                        )
                         for r in there.regions
                     ],
                     heads=heads,

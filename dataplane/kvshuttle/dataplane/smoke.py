@@ -85,7 +85,8 @@ class _End:
 
     def meet(self, name: str, peer: Any) -> None:
         regions = [
-            m.PeerRegion(r.base, r.block_bytes, r.memory_type, r.device_id) for r in peer.regions
+            m.PeerRegion(r.base, r.block_bytes, r.memory_type, r.device_id, r.num_blocks)
+            for r in peer.regions
         ]
         self.order(m.AddPeer(name, 1, peer.agent_name, peer.agent_metadata, regions))
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from kvshuttle.dataplane.descriptors import in_order, merge_runs, parts_of, rows_of
+from kvshuttle.dataplane.limits import MAX_PREPARED
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.messages import WHOLE, HeadSlice, PeerRegion
 
@@ -21,10 +24,12 @@ __all__ = [
     "ReadHandle",
     "TransportError",
     "counted_bytes",
-    "merge_runs",
 ]
 
 _log = get_logger("transport")
+
+# NIXL's name for this agent in lists of its own memory.
+_OURSELVES = "NIXL_INIT_AGENT"
 
 
 class TransportError(RuntimeError):
@@ -75,25 +80,24 @@ class _Runs:
     count: int
 
 
-def merge_runs(
-    local: Sequence[int], remote: Sequence[int]
-) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """Joins neighbouring blocks that are contiguous on both sides, in whatever order they come: a
-    pool hands blocks out in falling order after a request's were freed from their end.
+@dataclass(frozen=True)
+class _Pool:
+    """Prepared descriptors of all blocks of an agent: block i of region r is ``r * blocks + i``."""
 
-    Returns three arrays of equal length: first local block, first remote block and number of
-    blocks of each run. ``local`` and ``remote`` have the same length, at least 1.
-    """
-    a = np.asarray(local, dtype=np.int64)
-    b = np.asarray(remote, dtype=np.int64)
-    if len(a) != len(b):
-        raise ValueError(f"{len(a)} local blocks, {len(b)} of the peer's")
-    order = np.argsort(a, kind="stable")
-    a, b = a[order], b[order]
-    breaks = np.flatnonzero((np.diff(a) != 1) | (np.diff(b) != 1)) + 1
-    starts = np.concatenate(([0], breaks))
-    lengths = np.diff(np.concatenate((starts, [len(a)])))
-    return a[starts], b[starts], lengths
+    agent_name: str
+    raw: Any
+    blocks: int
+    regions: int
+
+    def pick(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
+        """Indices of these blocks, region by region."""
+        if which.min() < 0 or which.max() >= self.blocks:
+            # NIXL would take a block past the end for one of the next region.
+            raise TransportError(
+                f"agent {self.agent_name}: blocks {which.min()} to {which.max()}, of {self.blocks}"
+            )
+        starts = np.arange(self.regions, dtype=np.int64)[:, None] * self.blocks
+        return (starts + which).ravel().astype(np.int32)
 
 
 class NixlTransport:
@@ -130,6 +134,8 @@ class NixlTransport:
         self._peers: dict[str, list[PeerRegion]] = {}
         # What is read of a peer's blocks; it has no entry if nothing is.
         self._heads: dict[str, HeadSlice] = {}
+        # Ours, and of peers that whole blocks are read from.
+        self._pools: dict[str, _Pool] = {}
         self._registered: list[Any] = []
 
     def register(self, regions: Sequence[LocalRegion]) -> bytes:
@@ -171,6 +177,9 @@ class NixlTransport:
             if name != agent_name:
                 raise TransportError(f"peer {agent_name}: its metadata names {name!r}")
             self._agent.make_connection(agent_name)
+            if heads is not None and heads.whole:
+                self._prepare_pool(_OURSELVES, self._regions)
+                self._prepare_pool(agent_name, regions)
         except TransportError:
             raise
         except Exception as error:  # NIXL raises many types of its own
@@ -182,6 +191,9 @@ class NixlTransport:
     def drop_peer(self, agent_name: str) -> None:
         """Forgets a peer; unknown ones are fine."""
         self._heads.pop(agent_name, None)
+        pool = self._pools.pop(agent_name, None)
+        if pool is not None:
+            self._forget_prepared(pool.raw)
         if self._peers.pop(agent_name, None) is not None:
             try:
                 self._agent.remove_remote_agent(agent_name)
@@ -204,41 +216,79 @@ class NixlTransport:
             peer, heads = self._peers[agent_name], self._heads[agent_name]
         except KeyError:
             raise TransportError(f"peer {agent_name} is not connected") from None
+        mine, theirs = self._pools.get(_OURSELVES), self._pools.get(agent_name)
+        if heads.whole and mine is not None and theirs is not None:
+            return self._post_prepared(mine, theirs, local, remote, notice)
         if heads.whole:
             first_local, first_remote, lengths = merge_runs(local, remote)
-            local_rows = _rows(self._regions, first_local, lengths)
-            remote_rows = _rows(peer, first_remote, lengths)
+            local_rows = rows_of(self._regions, first_local, lengths)
+            remote_rows = rows_of(peer, first_remote, lengths)
         else:
             # A part of a page ends before the next block's begins, on one side at least.
             both = list(zip(self._regions, peer, strict=True))
-            sizes = [heads.count * (mine.block_bytes // heads.my_heads) for mine, _ in both]
+            sizes = [heads.count * (a.block_bytes // heads.my_heads) for a, _ in both]
             local_rows = np.concatenate(
                 [
-                    _parts(mine, local, heads.mine, heads.my_heads, size)
-                    for (mine, _), size in zip(both, sizes, strict=True)
+                    parts_of(a, local, heads.mine, heads.my_heads, size)
+                    for (a, _), size in zip(both, sizes, strict=True)
                 ]
             )
             remote_rows = np.concatenate(
                 [
-                    _parts(theirs, remote, heads.theirs, heads.their_heads, size)
-                    for (_, theirs), size in zip(both, sizes, strict=True)
+                    parts_of(b, remote, heads.theirs, heads.their_heads, size)
+                    for (_, b), size in zip(both, sizes, strict=True)
                 ]
             )
-        total = int(local_rows[:, 1].sum())
-        try:
-            mine_descs = self._agent.get_xfer_descs(local_rows, self._regions[0].memory_type)
-            peer_descs = self._agent.get_xfer_descs(remote_rows, peer[0].memory_type)
-            raw = self._agent.initialize_xfer(
-                "READ", mine_descs, peer_descs, agent_name, notice, backends=[self.backend]
+
+        def make() -> Any:
+            return self._agent.initialize_xfer(
+                "READ",
+                self._agent.get_xfer_descs(local_rows, self._regions[0].memory_type),
+                self._agent.get_xfer_descs(remote_rows, peer[0].memory_type),
+                agent_name,
+                notice,
+                backends=[self.backend],
             )
-            handle = ReadHandle(raw, total, len(local_rows))
-            if self._agent.transfer(raw) == "ERR":
-                raise TransportError(f"peer {agent_name}: READ was refused")
-        except TransportError:
-            raise
-        except Exception as error:
+
+        return self._start(agent_name, make, int(local_rows[:, 1].sum()), len(local_rows))
+
+    def _post_prepared(
+        self,
+        mine: _Pool,
+        theirs: _Pool,
+        local: Sequence[int],
+        remote: Sequence[int],
+        notice: bytes,
+    ) -> ReadHandle:
+        """As `post_read`, of whole blocks, out of the pools' descriptors. NIXL joins neighbours."""
+        a, b = in_order(local, remote)
+        my_indices, their_indices = mine.pick(a), theirs.pick(b)
+        runs = 1 + np.count_nonzero((np.diff(a) != 1) | (np.diff(b) != 1))
+        total = len(a) * sum(r.block_bytes for r in self._regions)
+        make = partial(
+            self._agent.make_prepped_xfer,
+            "READ",
+            mine.raw,
+            my_indices,
+            theirs.raw,
+            their_indices,
+            notice,
+            backends=[self.backend],
+        )
+        return self._start(theirs.agent_name, make, total, int(runs) * len(self._regions))
+
+    def _start(
+        self, agent_name: str, make: Callable[[], Any], total: int, pieces: int
+    ) -> ReadHandle:
+        """Makes a transfer of so many bytes in so many pieces, and posts it."""
+        try:
+            raw = make()
+            refused = self._agent.transfer(raw) == "ERR"
+        except Exception as error:  # NIXL raises many types of its own
             raise TransportError(f"peer {agent_name}: {error}") from error
-        return handle
+        if refused:
+            raise TransportError(f"peer {agent_name}: the transfer was refused")
+        return ReadHandle(raw, total, pieces)
 
     def prepare(self, agent_name: str, blocks: Sequence[int]) -> BlockList:
         """A peer's blocks, or our own (no name), for `post_write`.
@@ -260,20 +310,22 @@ class NixlTransport:
         """
         try:
             runs = self._runs(local, remote, offset)
-            steps = np.asarray(regions, dtype=np.int32)[:, None]
-            which = (steps * runs.count + np.arange(runs.count, dtype=np.int32)[None, :]).ravel()
-            raw = self._agent.make_prepped_xfer(
-                "WRITE", runs.mine, which, runs.theirs, which, b"", backends=[self.backend]
-            )
-            total = sum(self._regions[r].block_bytes for r in regions) * local.size
-            handle = ReadHandle(raw, total, len(which))
-            if self._agent.transfer(raw) == "ERR":
-                raise TransportError(f"peer {remote.agent_name}: WRITE was refused")
-        except TransportError:
-            raise
         except Exception as error:
             raise TransportError(f"peer {remote.agent_name}: {error}") from error
-        return handle
+        steps = np.asarray(regions, dtype=np.int32)[:, None]
+        which = (steps * runs.count + np.arange(runs.count, dtype=np.int32)[None, :]).ravel()
+        total = sum(self._regions[r].block_bytes for r in regions) * local.size
+        make = partial(
+            self._agent.make_prepped_xfer,
+            "WRITE",
+            runs.mine,
+            which,
+            runs.theirs,
+            which,
+            b"",
+            backends=[self.backend],
+        )
+        return self._start(remote.agent_name, make, total, len(which))
 
     def _runs(self, local: BlockList, remote: BlockList, offset: int) -> _Runs:
         known = local.runs
@@ -286,11 +338,21 @@ class NixlTransport:
         local.runs = _Runs(
             remote,
             offset,
-            self._prepared("NIXL_INIT_AGENT", self._regions, mine, lengths),
+            self._prepared(_OURSELVES, self._regions, mine, lengths),
             self._prepared(remote.agent_name, peer, theirs, lengths),
             len(lengths),
         )
         return local.runs
+
+    def _prepare_pool(self, agent_name: str, regions: Sequence[LocalRegion | PeerRegion]) -> None:
+        """Once for all READs, if it is known how many blocks there are and they are not too many;
+        else each READ makes its own."""
+        blocks = regions[0].num_blocks
+        if agent_name in self._pools or not 0 < blocks * len(regions) <= MAX_PREPARED:
+            return
+        each = np.arange(blocks, dtype=np.int64)
+        raw = self._prepared(agent_name, regions, each, np.ones_like(each))
+        self._pools[agent_name] = _Pool(agent_name, raw, blocks, len(regions))
 
     def _prepared(
         self,
@@ -299,7 +361,7 @@ class NixlTransport:
         first: npt.NDArray[np.int64],
         lengths: npt.NDArray[np.int64],
     ) -> Any:
-        rows = _rows(regions, first, lengths)
+        rows = rows_of(regions, first, lengths)
         descs = self._agent.get_xfer_descs(rows, regions[0].memory_type)
         return self._agent.prep_xfer_dlist(agent_name, descs, backends=[self.backend])
 
@@ -309,9 +371,12 @@ class NixlTransport:
         if runs is None:
             return
         for prepared in (runs.mine, runs.theirs):
-            # A list of a peer that NIXL has dropped is gone already.
-            with contextlib.suppress(Exception):
-                self._agent.release_dlist_handle(prepared)
+            self._forget_prepared(prepared)
+
+    def _forget_prepared(self, prepared: Any) -> None:
+        # A list of a peer that NIXL has dropped is gone already.
+        with contextlib.suppress(Exception):
+            self._agent.release_dlist_handle(prepared)
 
     def state(self, handle: ReadHandle) -> str:
         """``PROC``, ``DONE`` or ``ERR``; asking drives progress."""
@@ -354,6 +419,9 @@ class NixlTransport:
 
     def close(self) -> None:
         """Deregisters the memory; errors at shutdown are of no use to anyone."""
+        for pool in self._pools.values():
+            self._forget_prepared(pool.raw)
+        self._pools.clear()
         for descs in self._registered:
             try:
                 self._agent.deregister_memory(descs)
@@ -384,31 +452,3 @@ def _fit(mine: Sequence[LocalRegion], theirs: Sequence[PeerRegion], heads: HeadS
         and a.block_bytes // heads.my_heads == b.block_bytes // heads.their_heads
         for a, b in zip(mine, theirs, strict=True)
     )
-
-
-def _parts(
-    region: LocalRegion | PeerRegion, blocks: Sequence[int], head: int, heads: int, size: int
-) -> npt.NDArray[np.uint64]:
-    """NIXL descriptors of `size` bytes of each block, from a head on."""
-    first = np.asarray(blocks, dtype=np.uint64)
-    rows = np.empty((len(first), 3), dtype=np.uint64)
-    start = region.base + head * (region.block_bytes // heads)
-    rows[:, 0] = np.uint64(start) + first * np.uint64(region.block_bytes)
-    rows[:, 1] = np.uint64(size)
-    rows[:, 2] = np.uint64(region.device_id)
-    return rows
-
-
-def _rows(
-    regions: Sequence[LocalRegion | PeerRegion],
-    first: npt.NDArray[np.int64],
-    lengths: npt.NDArray[np.int64],
-) -> npt.NDArray[np.uint64]:
-    """NIXL descriptors (address, bytes, device), one a run, region by region."""
-    places = [(r.base, r.block_bytes, r.device_id) for r in regions]
-    base, size, device = np.array(places, dtype=np.uint64).T[:, :, None]
-    rows = np.empty((len(regions), len(first), 3), dtype=np.uint64)
-    rows[:, :, 0] = base + first.astype(np.uint64) * size
-    rows[:, :, 1] = lengths.astype(np.uint64) * size
-    rows[:, :, 2] = device
-    return rows.reshape(-1, 3)

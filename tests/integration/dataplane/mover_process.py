@@ -64,7 +64,7 @@ def main() -> None:
         {
             "name": endpoint.agent_name,
             "metadata": base64.b64encode(endpoint.agent_metadata).decode(),
-            "regions": [[r.base, r.block_bytes, "DRAM", 0] for r in regions],
+            "regions": [[r.base, r.block_bytes, "DRAM", 0, r.num_blocks] for r in regions],
         }
     )
     for line in sys.stdin:

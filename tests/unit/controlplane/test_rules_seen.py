@@ -61,6 +61,7 @@ def test_workers_learn_of_each_other(world: World) -> None:
     prefill, decode = world.pair()
     (peer,) = world.told(prefill, c.AnnouncePeer)
     assert (peer.worker, peer.ranks) == (decode, ("rank",))
+    assert peer.num_blocks == world.state.workers["d"].num_blocks
     # Again after each new boot, which has memory of its own.
     world.lose(decode)
     again = world.connect("d", WorkerRole.DECODE, boot_id="another")

@@ -90,7 +90,7 @@ class Decode(Bench):
 
 
 def ended(published: bool, reason: str = "") -> m.LandingEnded:
-    return m.LandingEnded("r", "l1", published, reason, 1_000, 5)
+    return m.LandingEnded("r", "l1", published, reason, 1_000, 5, 7)
 
 
 # -- decode --------------------------------------------------------------------------------------
@@ -112,6 +112,7 @@ def test_what_decode_lacks_becomes_a_landing_zone_and_is_published_by_the_notice
     (said,) = bench.out.take("stopped")
     assert (said.outcome, said.is_source) == (PUBLISHED, False)
     assert (said.stats.blocks, said.stats.tokens, said.stats.bytes) == (4, 4 * BLOCK, 1_000)
+    assert said.stats.descriptors == 7
     assert bench.held == 0
     assert bench.agent.counters.snapshot().pushed_tokens == 4 * BLOCK
     assert not bench.agent.lease_inventory()

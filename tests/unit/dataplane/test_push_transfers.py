@@ -28,6 +28,11 @@ class Write:
     status: str = "PROC"
     released: bool = False
 
+    @property
+    def descriptors(self) -> int:
+        """As if none were neighbours."""
+        return len(self.local) * len(self.regions)
+
 
 @dataclass
 class Wire:
@@ -179,7 +184,7 @@ def test_each_layer_is_written_when_it_is_final_and_not_before(mover: Mover) -> 
     assert mover.ends == [(True, "")]
     (words,) = [x[1].split(b"|") for x in mover.wire.said]
     assert words[:4] == [b"pushed", b"3", b"l1", str(6 * 4 * 64).encode()]
-    assert words[5:] == [b"6"]  # blocks
+    assert words[5:] == [b"6", b"24"]  # blocks, and pieces of all layers
     assert mover.wire.lists == 0
     assert all(x.released for x in mover.wire.writes)
 
@@ -437,6 +442,16 @@ def test_only_who_has_written_all_blocks_is_believed(
     mover.hear(b"pushed|3|l1|1024|77" + counted)
     assert mover.results.take() == ({"r"}, set() if whole else {"r"})
     assert mover.landed == [(whole, "" if whole else "INCOMPLETE")]
+
+
+@pytest.mark.parametrize(("counted", "pieces"), [(b"", 0), (b"|9", 9), (b"|9|and what comes", 9)])
+def test_the_writers_pieces_are_told_if_it_counts_them(
+    mover: Mover, counted: bytes, pieces: int
+) -> None:
+    mover.await_()
+    mover.hear(b"pushed|3|l1|1024|77|2" + counted)
+    (ended,) = [x for x in mover.told if isinstance(x, m.LandingEnded)]
+    assert (ended.published, ended.bytes_moved, ended.descriptors) == (True, 1_024, pieces)
 
 
 @pytest.mark.parametrize(

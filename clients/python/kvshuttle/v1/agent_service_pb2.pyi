@@ -1060,6 +1060,9 @@ class Peer(_message.Message):
 
     WORKER_FIELD_NUMBER: _builtins.int
     RANKS_FIELD_NUMBER: _builtins.int
+    NUM_BLOCKS_FIELD_NUMBER: _builtins.int
+    num_blocks: _builtins.int
+    """Blocks in its pool. 0: not said, by an older control plane."""
     @_builtins.property
     def worker(self) -> _types_pb2.WorkerRef:
         """Which boot."""
@@ -1073,10 +1076,11 @@ class Peer(_message.Message):
         *,
         worker: _types_pb2.WorkerRef | None = ...,
         ranks: _abc.Iterable[Global___RankEndpoint] | None = ...,
+        num_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["worker", b"worker"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ranks", b"ranks", "worker", b"worker"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "ranks", b"ranks", "worker", b"worker"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -207,7 +207,7 @@ class TransferStats(_message.Message):
     """Bytes, counted by NIXL."""
     descriptors: _builtins.int
     """Pieces of memory that were moved, on all ranks: one a layer and run of blocks that are
-    neighbours on both sides. 0 of a push, whose pieces are its writer's, and of older agents.
+    neighbours on both sides. A push has at least one a layer and chunk. 0: an older agent's.
     """
     @_builtins.property
     def transfer_time(self) -> _duration_pb2.Duration:

@@ -192,6 +192,7 @@ class AnnouncePeer(Struct, frozen=True, gc=False):
 
     worker: WorkerRef
     ranks: object
+    num_blocks: int
 
 
 class PeerFenced(Struct, frozen=True, gc=False):

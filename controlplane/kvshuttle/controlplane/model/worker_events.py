@@ -107,7 +107,7 @@ def hello(w: Work, says: Hello, *, accept_lineage: bool) -> Welcome:
     others = [x for x in state.workers.values() if x.connected and x.ref != worker.ref]
     replica_events.inventory(w, worker.ref, says.replicas)
     recovery.reconcile(w, worker, says.leases)
-    peer = AnnouncePeer(worker.ref, worker.ranks)
+    peer = AnnouncePeer(worker.ref, worker.ranks, worker.num_blocks)
     for other in others:
         w.command(other.ref, peer)
     # Said while its stream was down.
@@ -133,7 +133,7 @@ def hello(w: Work, says: Hello, *, accept_lineage: bool) -> Welcome:
         worker,
         state.epoch,
         state.lineage_id,
-        tuple(AnnouncePeer(other.ref, other.ranks) for other in others),
+        tuple(AnnouncePeer(other.ref, other.ranks, other.num_blocks) for other in others),
     )
 
 

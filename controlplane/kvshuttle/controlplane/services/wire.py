@@ -288,7 +288,9 @@ def apply_event(batch: AgentBatch, event: pb.AgentEvent) -> None:
 def peer_out(peer: c.AnnouncePeer) -> pb.Peer:
     """Another worker's memory."""
     return pb.Peer(
-        worker=ref_out(peer.worker), ranks=cast("tuple[pb.RankEndpoint, ...]", peer.ranks or ())
+        worker=ref_out(peer.worker),
+        ranks=cast("tuple[pb.RankEndpoint, ...]", peer.ranks or ()),
+        num_blocks=peer.num_blocks,
     )
 
 
