@@ -137,11 +137,14 @@ def check_supported(config: VllmConfig, kv: KVCacheConfig) -> None:
         raise UnsupportedError(
             f"pipeline_parallel_size: {parallel.pipeline_parallel_size} is not supported; use 1"
         )
-    if parallel.data_parallel_size > 1 and not parallel.data_parallel_external_lb:
+    # An engine of a dense model is told by vLLM that it is alone; that there are others it keeps in
+    # a field of elastic expert parallelism, elastic or not.
+    engines = max(parallel.data_parallel_size, parallel.elastic_ep_max_dp_size)
+    if engines > 1 and not parallel.data_parallel_external_lb:
         raise UnsupportedError(
-            f"data_parallel_size: {parallel.data_parallel_size} behind one address would make as "
-            "many engines one worker; start each as an engine of its own, with its own worker_id "
-            "(--data-parallel-external-lb)"
+            f"data_parallel_size: {engines} behind one address would make as many engines one "
+            "worker; start each as an engine of its own, with its own worker_id (a dense model's "
+            "without any --data-parallel option, one with experts with --data-parallel-external-lb)"
         )
     if getattr(config.model_config, "enable_sleep_mode", False):
         raise UnsupportedError(

@@ -86,6 +86,7 @@ def config_and_cache() -> tuple[Any, Any]:
             pipeline_parallel_size=1,
             enable_fault_tolerance=False,
             data_parallel_size=1,
+            elastic_ep_max_dp_size=1,
             data_parallel_external_lb=False,
             decode_context_parallel_size=1,
             prefill_context_parallel_size=1,
@@ -102,6 +103,23 @@ def config_and_cache() -> tuple[Any, Any]:
     return config, SimpleNamespace(kv_cache_groups=[group])
 
 
+def test_an_engine_of_several_that_vllm_tells_it_is_alone_is_refused() -> None:
+    """As vLLM does with each engine of a dense model behind one address, the first too."""
+    from vllm.config import ParallelConfig
+
+    from kvshuttle.dataplane.vllm_compat import UnsupportedError, check_supported
+
+    config, cache = config_and_cache()
+    for rank in range(2):
+        config.parallel_config = ParallelConfig(data_parallel_size=2, data_parallel_rank=rank)
+        config.parallel_config.reconfigure_for_independent_dp_rank()
+        assert config.parallel_config.data_parallel_size == 1
+        with pytest.raises(UnsupportedError, match="data_parallel_size: 2"):
+            check_supported(config, cache)
+    config.parallel_config = ParallelConfig()
+    check_supported(config, cache)
+
+
 def test_what_is_supported_is_not_refused() -> None:
     from kvshuttle.dataplane.vllm_compat import check_supported
 
@@ -115,6 +133,10 @@ def test_what_is_supported_is_not_refused() -> None:
         ({"parallel_config.enable_fault_tolerance": True}, "enable_fault_tolerance: True"),
         ({"parallel_config.use_ubatching": True}, "enable_dbo: True"),
         ({"parallel_config.data_parallel_size": 2}, "data_parallel_size: 2.*external-lb"),
+        (
+            {"parallel_config.elastic_ep_max_dp_size": 3},
+            "data_parallel_size: 3.*without any --data-parallel",
+        ),
         ({"model_config.enable_sleep_mode": True}, "enable_sleep_mode: True"),
         ({"scheduler_config.policy": "priority"}, "scheduling_policy: 'priority'.*fcfs"),
         ({"parallel_config.pipeline_parallel_size": 2}, "pipeline_parallel_size: 2"),
