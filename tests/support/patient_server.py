@@ -29,5 +29,11 @@ def _patient(self: Any, *args: Any, **kwargs: Any) -> None:
 shm_broadcast.SpinCondition.__init__ = _patient
 shm_broadcast.SHM_READER_RECHECK_INTERVAL_MS = LOOK_AGAIN_MS
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """Runs the server."""
     runpy.run_module("vllm.entrypoints.openai.api_server", run_name="__main__")
+
+
+if __name__ == "__main__":
+    main()
