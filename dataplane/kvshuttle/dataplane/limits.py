@@ -138,7 +138,7 @@ at the very most and a few MB as a rule."""
 MAX_PREPARED = 2_000_000
 """Blocks, times layers, of a pool whose descriptors are prepared once for all READs (80 layers of
 25,000 blocks, say). NIXL took 0.2 to 0.6 s for four million, in which the mover does nothing else,
-and about 8 bytes each. Beyond it each READ makes its own, up to a fifth more of a short one."""
+and about 8 bytes each. Beyond it each READ makes its own."""
 
 QUARANTINE_SHARE = 0.10
 """Largest share of the pool in quarantines; beyond it no new landing zone is taken."""
