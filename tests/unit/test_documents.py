@@ -67,7 +67,12 @@ FOREIGN = {
     "pip": {"no-cache-dir", "no-deps"},
     "systemctl": {"now"},
     "vllm": {
-        *("data-parallel-external-lb", "enable-dbo", "enable-fault-tolerance"),
+        *(
+            "data-parallel-external-lb",
+            "data-parallel-rank",
+            "enable-dbo",
+            "enable-fault-tolerance",
+        ),
         *("enable-prefix-caching", "enable-sleep-mode"),
         *("enable-prompt-tokens-details", "ubatch-size"),
         "gpu-memory-utilization",
