@@ -332,4 +332,28 @@ PUSHES = (
         "_waited_for(w, ref)",
         (MODEL,),
     ),
+    Mutant(
+        "push_number_of_a_live_process_fenced",
+        "a process that lives is not attested dead under a number it had before",
+        CONTROL + "model/worker_events.py",
+        "    lives = worker.was(ref) and worker.state is not WorkerState.FENCED\n",
+        "    lives = False\n",
+        (MODEL,),
+    ),
+    Mutant(
+        "push_written_handle_forgotten",
+        "a WRITE that failed is over when NIXL has let go of it",
+        AGENT + "push_writer.py",
+        '            if not self._transport.release(handle) and status != "DONE":\n',
+        "            if not self._transport.release(handle) and False:\n",
+        (MOVER,),
+    ),
+    Mutant(
+        "push_ended_by_a_sibling",
+        "another prompt of the same call ends nothing of a push",
+        AGENT + "push_source.py",
+        '        if leg.push_request not in ("", request_id):\n            return push is not None',
+        "        if False:\n            return push is not None",
+        (SIDES,),
+    ),
 )

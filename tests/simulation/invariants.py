@@ -197,10 +197,12 @@ class Checker:
             return False
         pushes = boot.transfers[write.writer.rank].pushes._pushes.values()
         return any(
-            handle.raw is write and not push.stopping and boot.machine.boottime() < push.deadline_ns
+            flying.handle.raw is write
+            and not push.stopping
+            and boot.machine.boottime() < push.deadline_ns
             for push in pushes
             for chunk in push.chunks
-            for handle, _ in chunk.flying
+            for flying in chunk.flying
         )
 
     def writing(self, writer: SimTransport, target: SimTransport, block_ids: list[int]) -> None:

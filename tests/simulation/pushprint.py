@@ -185,6 +185,6 @@ def _of_chunk(chunk: Any) -> tuple[Any, ...]:
         chunk.order.number,
         tuple(chunk.order.local_block_ids),
         chunk.posted,
-        tuple(handle.raw.status for handle, _ in chunk.flying),
+        tuple(write.handle.raw.status for write in chunk.flying),
         None if step is None else (step._final, len(step._said)),
     )

@@ -13,6 +13,7 @@ from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import boottime_ns
 from kvshuttle.dataplane.conversation import Conversation
 from kvshuttle.dataplane.faults import Faults
+from kvshuttle.dataplane.limits import STOPPED_LOOK_NS
 from kvshuttle.dataplane.push_steps import PushStep
 from kvshuttle.dataplane.scheduler import SchedulerAgent, StreamDown, StreamLife, StreamUp, Tick
 from kvshuttle.dataplane.transfers import Results, Transfers
@@ -259,11 +260,13 @@ class Boot:
         )
 
     def _poll(self, rank: int) -> None:
-        self.transfers[rank].poll()
-        if self.transfers[rank].busy and not self._polling[rank]:
+        mover = self.transfers[rank]
+        mover.poll()
+        if (mover.busy or mover.unsettled) and not self._polling[rank]:
             self._polling[rank] = True
-            fast = self.transfers[rank].waited_for or self.transfers[rank].written_to
-            delay = between(self.kernel.rng, 20, 80) if fast else 500 * MS
+            fast = mover.waited_for or mover.written_to
+            often = between(self.kernel.rng, 20, 80) if fast else 500 * MS
+            delay = often if mover.busy else STOPPED_LOOK_NS
             self.kernel.at(delay, self.mover_threads[rank], self._poll_again, rank)
 
     def _poll_again(self, rank: int) -> None:

@@ -97,7 +97,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._pool: Pool | None = None
         self._link: ControlLink | None = None
         self._agent: SchedulerAgent | None = None
-        self._step_blocks = 8
+        self._step_blocks, self._batch_blocks = 8, 4
         self._mark: Callable[[], Fence] = lambda: None
         self._worker_rest: Callable[[], None] = lambda: None
         if role == KVConnectorRole.WORKER:
@@ -110,9 +110,8 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             scheduler = vllm_config.scheduler_config
             # Blocks that one step can take at most: a full batch of tokens, and one block more for
             # each running request that crosses a boundary.
-            self._step_blocks = (
-                scheduler.max_num_batched_tokens // self._block_size + scheduler.max_num_seqs
-            )
+            self._batch_blocks = scheduler.max_num_batched_tokens // self._block_size
+            self._step_blocks = self._batch_blocks + scheduler.max_num_seqs
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -356,7 +355,7 @@ class KVShuttleConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self._agent.heed_pause(self._probe.pauses())
             self._agent.drain()
             if num_requests:
-                self._agent.make_room(min(self._step_blocks, num_requests + self._step_blocks // 2))
+                self._agent.make_room(min(self._step_blocks, num_requests + self._batch_blocks))
         self._after_hook()
 
     def _settling(self, agent: SchedulerAgent) -> bool:

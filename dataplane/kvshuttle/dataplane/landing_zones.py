@@ -69,6 +69,11 @@ class LandingZones:
         return any(not x.told or now < x.deadline_ns + LISTENED_NS for x in self._landings.values())
 
     @property
+    def open(self) -> bool:
+        """Whether a writer is not known to have stopped."""
+        return bool(self._landings)
+
+    @property
     def written_to(self) -> bool:
         """Whether a request waits for a landing zone."""
         return any(not landing.told for landing in self._landings.values())

@@ -32,12 +32,13 @@ __all__ = [
     "POLL_MAX_SERVING_NS",
     "POLL_MIN_NS",
     "QUARANTINE_SHARE",
-    "READ_BYTES_A_SECOND",
     "READ_STALL_NS",
     "RECONNECT_MAX_S",
     "RECONNECT_MIN_S",
     "REST_LOOK_NS",
     "REST_NS",
+    "SLOWEST_BYTES_A_SECOND",
+    "STOPPED_LOOK_NS",
     "STOPPED_POLLING_NS",
     "UNHURRIED_EVENTS",
     "UNKNOWN_TURN_WAIT_NS",
@@ -56,7 +57,7 @@ READ_STALL_NS = 5 * NS
 """A posted READ that takes longer than this, and what its bytes take at the slowest speed of any
 use, is given up, and the request recomputes."""
 
-READ_BYTES_A_SECOND = 500_000_000
+SLOWEST_BYTES_A_SECOND = 500_000_000
 """The slowest speed of any use: TCP between two GPUs of one machine. 100,000 tokens of a model of
 8B (13 GB) take 26 s at that, as long as prefill would compute them."""
 
@@ -82,7 +83,8 @@ POLL_MAX_LANDING_NS = 1_000_000
 layers, so nothing but its notice waits for it."""
 
 WRITE_STALL_NS = 5 * NS
-"""As READ_STALL_NS: a layer of a chunk is some MB."""
+"""As READ_STALL_NS, of a WRITE and all that shares its way to the same peer: a chunk that is
+granted late goes whole, and may be as long as a prompt."""
 
 REST_NS = 25_000_000
 """Longest pause of an engine that has nothing to compute and waits for KV. Without one it steps
@@ -97,7 +99,7 @@ REST_LOOK_NS = 1_000_000
 
 PAUSE_WAIT_NS = 30 * NS
 """Longest that vLLM's pause waits for what is read from, or written to, this engine's blocks. What
-nobody reads yet is given back at once. A READ may take longer (READ_BYTES_A_SECOND), and a
+nobody reads yet is given back at once. A READ may take longer (SLOWEST_BYTES_A_SECOND), and a
 quarantine lasts until its writer is attested dead: vLLM answers 500 then, and is asked again."""
 
 WORKER_LOOK_NS = 10_000_000
@@ -105,8 +107,12 @@ WORKER_LOOK_NS = 10_000_000
 notice costs. A look takes 0.15 ms of the core, so this is 1.5 % of it for that second."""
 
 STOPPED_POLLING_NS = 10 * NS
-"""How long after a push's deadline a WRITE that does not end is asked after: its destination is
-dead then, and until that is attested nothing waits for the answer."""
+"""How long after a push's deadline a WRITE that does not end is asked after often: its destination
+is dead then, or hangs."""
+
+STOPPED_LOOK_NS = 1 * NS
+"""How often it is asked after from then on. One that has come to life again keeps its landing zone
+in quarantine until it hears that the WRITE has ended."""
 
 LANDING_WAIT_NS = 3 * NS
 """How long an offered landing zone waits for a word on it at least, while there is a stream to the

@@ -27,6 +27,7 @@ from kvshuttle.dataplane.limits import (
     POLL_MAX_READING_NS,
     POLL_MAX_SERVING_NS,
     POLL_MIN_NS,
+    STOPPED_LOOK_NS,
 )
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.push_steps import Fence, PushStep, region_ends
@@ -187,7 +188,7 @@ class Mover:
     def _wait(self) -> bool:
         """Sleeps until a command or the next poll is due, and obeys commands. False: stop."""
         if not self._transfers.busy:
-            self._poller.poll()
+            self._poller.poll(STOPPED_LOOK_NS // 1_000_000 if self._transfers.unsettled else None)
         elif self._interval_ns >= 1_000_000:
             self._poller.poll(self._interval_ns // 1_000_000)
         else:

@@ -297,10 +297,11 @@ class PushSide:
         leg = self._turns.find(key)
         if leg is None or key[1] != types_pb2.LEG_PREFILL:
             return False
-        leg.ended = True
-        if leg.push_request == request_id:
-            leg.push_request = ""
         push = self._by_token.get(key[0])
+        if leg.push_request not in ("", request_id):
+            return push is not None  # another prompt of the same call, see `running`
+        leg.ended = True
+        leg.push_request = ""
         if push is None:
             return False
         if push.sent < push.end and not push.stopping:

@@ -23,6 +23,7 @@ from kvshuttle.dataplane.faults import Faults
 from kvshuttle.dataplane.limits import (
     DEADLINE_MARGIN_NS,
     MAX_CLOSED_PUSHES,
+    SLOWEST_BYTES_A_SECOND,
     STOPPED_POLLING_NS,
     WRITE_STALL_NS,
 )
@@ -49,14 +50,27 @@ flight; or it writes no more, and why."""
 
 
 @dataclass(eq=False)
+class _Flying:
+    handle: ReadHandle
+    posted_ns: int
+    # Its bytes, and those of other WRITEs to the same peer that were in flight when it was posted
+    # or have been posted since.
+    sharing: int
+
+    @property
+    def patience_ns(self) -> int:
+        """How long it may take."""
+        return WRITE_STALL_NS + self.sharing * NS // SLOWEST_BYTES_A_SECOND
+
+
+@dataclass(eq=False)
 class _Chunk:
     order: m.PushChunk
     # None: all of it was final when it was ordered.
     step: PushStep | None
     blocks: BlockList | None = None
     posted: int = 0
-    # With the time of posting.
-    flying: list[tuple[ReadHandle, int]] = field(default_factory=list)
+    flying: list[_Flying] = field(default_factory=list)
 
 
 @dataclass(eq=False)
@@ -74,7 +88,9 @@ class _Push:
     said_stopping: bool = False
     blocks_written: int = 0
     bytes_moved: int = 0
+    # In which something of it was in flight.
     transfer_ns: int = 0
+    flying_since_ns: int = 0
     descriptors: int = 0
 
     @property
@@ -234,6 +250,8 @@ class PushWriter:
         if final <= chunk.posted or push.target is None:
             return False
         push.faults.before_write(push.order.lease_id)
+        # NIXL copies while it posts, between two processes of one machine.
+        begun_ns = self._clock()
         try:
             if chunk.blocks is None:
                 chunk.blocks = self._transport.prepare("", chunk.order.local_block_ids)
@@ -245,32 +263,51 @@ class PushWriter:
             push.stopping = "TRANSFER_FAILED"
             return True
         journal.note("write_posted", lease=push.order.lease_id, chunk=chunk.order.number)
-        chunk.flying.append((handle, self._clock()))
+        self._flies(push, chunk, handle, begun_ns)
         chunk.posted = final
         self._look(push, chunk, self._clock())
         return True
 
+    def _flies(self, push: _Push, chunk: _Chunk, handle: ReadHandle, begun_ns: int) -> None:
+        """A WRITE was posted."""
+        if not push.flying:
+            push.flying_since_ns = begun_ns
+        size = handle.expected_bytes
+        others = [
+            write
+            for other in self._pushes.values()
+            if other.peer == push.peer
+            for written in other.chunks
+            for write in written.flying
+        ]
+        for write in others:
+            write.sharing += size
+        ahead = sum(write.handle.expected_bytes for write in others)
+        chunk.flying.append(_Flying(handle, begun_ns, ahead + size))
+
     def _look(self, push: _Push, chunk: _Chunk, now: int) -> bool:
         """Takes out what has ended."""
         moved = False
-        for entry in list(chunk.flying):
-            handle, posted_ns = entry
+        for write in list(chunk.flying):
+            handle = write.handle
             status = self._transport.state(handle)
             if push.faults.stall_pushes:
                 status = "PROC"
             if status == "PROC":
-                if now > posted_ns + WRITE_STALL_NS:
+                if now > write.posted_ns + write.patience_ns:
                     push.stopping = push.stopping or "TRANSFER_STALLED"
                 continue
             if status == "DONE":
                 push.bytes_moved += counted_bytes(self._transport, handle, push.order.lease_id)
-                push.transfer_ns += max(0, now - posted_ns)
                 push.descriptors += handle.descriptors
             else:
                 push.stopping = push.stopping or "TRANSFER_FAILED"
-            self._transport.release(handle)
-            chunk.flying.remove(entry)
+            if not self._transport.release(handle) and status != "DONE":
+                continue  # a part of it may be in flight
+            chunk.flying.remove(write)
             moved = True
+            if not push.flying:
+                push.transfer_ns += max(0, self._clock() - push.flying_since_ns)
         return moved
 
     def _drop_chunk(self, push: _Push, chunk: _Chunk) -> None:
@@ -322,8 +359,8 @@ class PushWriter:
             if (push.order.worker_id, push.order.incarnation) != (worker_id, incarnation):
                 continue
             for chunk in push.chunks:
-                for handle, _ in chunk.flying:
-                    self._transport.release(handle)
+                for write in chunk.flying:
+                    self._transport.release(write.handle)
                 chunk.flying.clear()
             push.peer = ""
             self._end(push, push.stopping or "PEER_FENCED")

@@ -27,8 +27,8 @@ from kvshuttle.dataplane.limits import (
     CONFIRM_TIMEOUT_NS,
     CONNECT_LINGER_NS,
     DEADLINE_MARGIN_NS,
-    READ_BYTES_A_SECOND,
     READ_STALL_NS,
+    SLOWEST_BYTES_A_SECOND,
 )
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.push_steps import PushStep
@@ -199,6 +199,12 @@ class Transfers:
         return self._clock() < self._linger_until
 
     @property
+    def unsettled(self) -> bool:
+        """Whether a WRITE is in flight, or may be that comes here, be it that nobody waits for it
+        any more. It ends only if both of its ends look."""
+        return self.pushes.writing or self.zones.open
+
+    @property
     def waited_for(self) -> bool:
         """Whether a request waits for one of the reads, or a WRITE is in flight or about to be."""
         return (
@@ -351,8 +357,6 @@ class Transfers:
 
     def _drop_peer(self, message: m.DropPeer) -> None:
         names = self._forget_peer(message)
-        if not names:
-            return
         for state in self._reads_from(message):
             # Its process is attested dead, so nothing can write any more, whatever NIXL says.
             self._give_up(state, "PEER_FENCED")
@@ -363,7 +367,8 @@ class Transfers:
                 self._end(state, published=False, reason=state.given_up)
         self.pushes.drop_peer(message.worker_id, message.incarnation)
         self.zones.drop_peer(message.worker_id, message.incarnation)
-        for name in names:
+        # A process that has, or had, more than one number is the same agent under each.
+        for name in names.difference(*self._names.values()):
             with contextlib.suppress(TransportError):
                 self._transport.drop_peer(name)
 
@@ -462,7 +467,7 @@ class Transfers:
 
     def _patience_ns(self, order: m.Read) -> int:
         size = len(order.local_block_ids) * sum(region.block_bytes for region in self._regions)
-        return READ_STALL_NS + size * NS // READ_BYTES_A_SECOND
+        return READ_STALL_NS + size * NS // SLOWEST_BYTES_A_SECOND
 
     def _look(self, state: _ReadState) -> str:
         """How the READs of all ranks stand, taken together; asking drives progress."""

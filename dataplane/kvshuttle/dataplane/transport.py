@@ -91,11 +91,7 @@ class _Pool:
 
     def pick(self, which: npt.NDArray[np.int64]) -> npt.NDArray[np.int32]:
         """Indices of these blocks, region by region."""
-        if which.min() < 0 or which.max() >= self.blocks:
-            # NIXL would take a block past the end for one of the next region.
-            raise TransportError(
-                f"agent {self.agent_name}: blocks {which.min()} to {which.max()}, of {self.blocks}"
-            )
+        _check_within(self.agent_name, self.blocks, which)
         starts = np.arange(self.regions, dtype=np.int64)[:, None] * self.blocks
         return (starts + which).ravel().astype(np.int32)
 
@@ -283,11 +279,16 @@ class NixlTransport:
         """Makes a transfer of so many bytes in so many pieces, and posts it."""
         try:
             raw = make()
-            refused = self._agent.transfer(raw) == "ERR"
         except Exception as error:  # NIXL raises many types of its own
             raise TransportError(f"peer {agent_name}: {error}") from error
+        try:
+            refused = "" if self._agent.transfer(raw) != "ERR" else "ERR"
+        except Exception as error:
+            refused = str(error) or repr(error)
         if refused:
-            raise TransportError(f"peer {agent_name}: the transfer was refused")
+            # Some of its pieces may be on their way: its state says that it failed, and whoever
+            # asks waits until it can be released.
+            _log.warning("transfer_refused", peer=agent_name, error=refused)
         return ReadHandle(raw, total, pieces)
 
     def prepare(self, agent_name: str, blocks: Sequence[int]) -> BlockList:
@@ -332,6 +333,8 @@ class NixlTransport:
         if known is not None and known.target is remote and known.offset == offset:
             return known
         self.drop_list(local)
+        _check_within(_OURSELVES, self._regions[0].num_blocks, local.raw)
+        _check_within(remote.agent_name, self._peers[remote.agent_name][0].num_blocks, remote.raw)
         # NIXL 1.5 joins neighbours of a list of a whole pool, and not those of a lease's blocks.
         mine, theirs, lengths = merge_runs(local.raw, remote.raw[offset : offset + local.size])
         peer = self._peers[remote.agent_name]
@@ -452,3 +455,12 @@ def _fit(mine: Sequence[LocalRegion], theirs: Sequence[PeerRegion], heads: HeadS
         and a.block_bytes // heads.my_heads == b.block_bytes // heads.their_heads
         for a, b in zip(mine, theirs, strict=True)
     )
+
+
+def _check_within(agent_name: str, blocks: int, which: npt.NDArray[np.int64]) -> None:
+    """Raises :class:`TransportError` for a block past the end, which NIXL would take for one of the
+    next region; `blocks` is 0 where it is not known."""
+    if which.min() < 0 or which.max() >= (blocks or np.inf):
+        raise TransportError(
+            f"agent {agent_name}: blocks {which.min()} to {which.max()}, of {blocks}"
+        )

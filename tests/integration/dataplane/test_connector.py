@@ -72,7 +72,7 @@ def test_no_hook_of_the_scheduler_raises(agent: Any) -> None:
     connector._link = Broken()
     connector._mover = None
     connector._block_size = 32
-    connector._step_blocks = 8
+    connector._step_blocks, connector._batch_blocks = 8, 5
     connector._alone = True
     connector._probe = SimpleNamespace(pauses=lambda: 0)
     request: Any = SimpleNamespace(request_id="r", kv_transfer_params=PARAMS, num_tokens=64)
@@ -127,7 +127,7 @@ def test_room_is_made_before_vllm_looks_for_blocks() -> None:
     connector: Any = object.__new__(KVShuttleConnector)
     connector._agent, connector._link = agent, Broken()
     connector._probe = SimpleNamespace(pauses=lambda: 0)
-    connector._block_size, connector._step_blocks = 32, 8
+    connector._block_size, connector._step_blocks, connector._batch_blocks = 32, 8, 5
     connector._tails = SimpleNamespace(of=lambda _: None)
     request: Any = SimpleNamespace(
         request_id="r", kv_transfer_params=PARAMS, num_tokens=100, block_hashes=[]
@@ -140,8 +140,29 @@ def test_room_is_made_before_vllm_looks_for_blocks() -> None:
     foreign: Any = SimpleNamespace(request_id="f", kv_transfer_params=None, num_tokens=32)
     connector.get_num_new_matched_tokens(foreign, 0)
     assert calls == [("room", 9)]
-    # Each request that runs may begin a block in the next step.
+    # Those that run may fill a batch in the next step, and each may begin a block more.
     calls.clear()
     connector._tend(2)
     connector._tend(30)
-    assert calls == [("room", 6), ("room", 8)]
+    assert calls == [("room", 7), ("room", 8)]
+
+
+@pytest.mark.parametrize("stepping", [True, False])
+def test_each_layer_is_told_when_it_is_filled_and_not_at_the_steps_end(stepping: bool) -> None:
+    """vLLM calls these hooks between layers, on the thread of the forward pass."""
+    from kvshuttle.dataplane.connector import KVShuttleConnector
+
+    told: list[tuple[str, object]] = []
+    marks = iter(range(10))
+    connector: Any = object.__new__(KVShuttleConnector)
+    connector._mark = lambda: next(marks)
+    connector._mover = SimpleNamespace(
+        stepping=stepping,
+        layer_final=lambda layer, mark: told.append((layer, mark)),
+        end_step=lambda mark: told.append(("end", mark)),
+    )
+    for layer in ("layers.0", "layers.1"):
+        connector.save_kv_layer(layer, None, None)
+    assert told == ([("layers.0", 0), ("layers.1", 1)] if stepping else [])
+    connector.wait_for_save()
+    assert told[2:] == ([("end", 2)] if stepping else [])

@@ -6,6 +6,8 @@ import base64
 import contextlib
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 import time
@@ -17,6 +19,7 @@ import pytest
 
 from kvshuttle.dataplane import messages as m
 from kvshuttle.dataplane.clock import NS, boottime_ns
+from kvshuttle.dataplane.limits import STOPPED_LOOK_NS, STOPPED_POLLING_NS
 
 pytest.importorskip("nixl._api", reason="NIXL is installed with the engines", exc_type=ImportError)
 pytestmark = pytest.mark.engines
@@ -488,3 +491,28 @@ def test_a_reader_that_dies_ends_what_is_written_to_it_or_its_fence_does(
         source.order(m.DropPeer(*far.worker))
         ended = source.event_of("PushEnded", lease)
         assert ended["lease_id"] == lease
+
+
+def test_a_writer_whose_reader_hung_past_its_deadline_says_when_it_has_stopped(
+    source: Far, lease: str
+) -> None:
+    """On that word the control plane lets the reader have its blocks back; nobody orders the writer
+    anything any more."""
+    with reader_of(source, f"hangs-{lease}") as reader:
+        until = deadline(3)
+        reader.order(landing(source, lease, [20, 21], until))
+        source.order(push(reader, lease, [20, 21], until))
+        os.kill(reader.process.pid, signal.SIGSTOP)
+        try:
+            source.order(m.PushBlocks(m.PushChunk(lease, 0, 0, [48, 49], True)))
+            source.order(m.PushFinish(lease, 1))
+            wait_past(until + STOPPED_POLLING_NS + STOPPED_LOOK_NS)
+        finally:
+            os.kill(reader.process.pid, signal.SIGCONT)
+        assert not source.event_of("PushEnded", lease)["written"]
+
+
+def wait_past(instant_ns: int) -> None:
+    """Until the agent's clock shows it."""
+    while boottime_ns() <= instant_ns:
+        time.sleep(0.05)

@@ -120,6 +120,42 @@ def test_a_connection_is_up_before_anything_is_transferred(pair: tuple[End, End]
     assert heard == {"near": [("far", b"hello")], "far": [("near", b"hello")]}
 
 
+def test_it_is_made_when_a_peer_is_met(
+    pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    near, far = pair
+    made: list[str] = []
+    monkeypatch.setattr(near.transport._agent, "make_connection", made.append)
+    near.meet(far)
+    assert made == ["far"]
+
+
+def test_lists_are_prepared_once(pair: tuple[End, End], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of both pools when a peer is met, those of a chunk for all its layers."""
+    near, far = pair
+    prepared: list[str] = []
+    prepare = near.transport._agent.prep_xfer_dlist
+
+    def counted(name: str, *args: Any, **more: Any) -> Any:
+        prepared.append(name)
+        return prepare(name, *args, **more)
+
+    monkeypatch.setattr(near.transport._agent, "prep_xfer_dlist", counted)
+    near.meet(far)
+    far.meet(near)
+    assert prepared == ["NIXL_INIT_AGENT", "far"]
+    for blocks in ([1, 2], [3], [9, 5]):
+        near.transport.release(read(near, far, blocks, blocks))
+    assert len(prepared) == 2
+    local, remote = near.transport.prepare("", [1, 2]), near.transport.prepare("far", [3, 4])
+    for region in range(LAYERS):
+        handle = near.transport.post_write(local, remote, 0, range(region, region + 1))
+        finish(near, far, handle)
+        near.transport.release(handle)
+    assert len(prepared) == 4
+    near.transport.drop_list(local)
+
+
 @pytest.mark.parametrize(
     ("mine", "theirs", "pieces"),
     [
@@ -214,3 +250,31 @@ def test_a_read_that_flies_needs_no_list_any_more(pair: tuple[End, End]) -> None
     until(lambda: near.transport.state(handle) != "PROC", "it is over, one way or the other")
     near.transport.release(handle)
     assert set(np.unique(near.memory)) <= {0, 7}
+
+
+@pytest.mark.parametrize(("mine", "theirs"), [([BLOCKS], [0]), ([0], [BLOCKS + 7])])
+def test_nor_is_it_written(pair: tuple[End, End], mine: list[int], theirs: list[int]) -> None:
+    near, far = pair
+    near.meet(far)
+    local, remote = near.transport.prepare("", mine), near.transport.prepare("far", theirs)
+    with pytest.raises(TransportError, match=r"blocks .* of (32|39)"):
+        near.transport.post_write(local, remote, 0, range(LAYERS))
+
+
+@pytest.mark.parametrize("how", ["says so", "raises"])
+def test_of_a_transfer_that_is_refused_something_may_be_on_its_way(
+    pair: tuple[End, End], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So it has a handle, whose state is an error, and which is let go like another."""
+    near, far = pair
+    near.meet(far)
+
+    def refuses(_: object) -> str:
+        if how == "raises":
+            raise RuntimeError("no")
+        return "ERR"
+
+    monkeypatch.setattr(near.transport._agent, "transfer", refuses)
+    handle = near.transport.post_read("far", [1], [1], b"done")
+    assert near.transport.state(handle) == "ERR"
+    assert near.transport.release(handle)

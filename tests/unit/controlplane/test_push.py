@@ -572,3 +572,49 @@ def test_a_landing_zone_back_under_a_new_number_hears_of_its_writer() -> None:
     world.ends(world.p, FAILED, is_source=True)
     assert len(world.told(new, c.WriterStopped)) == 1
     assert not world.state.orphans
+
+
+def test_a_number_of_a_process_that_lives_is_not_attested_dead() -> None:
+    """It lost its place to another boot and came back: whoever reads of its first number beside the
+    present one would think that one gone, and it still writes."""
+    world = Pair()
+    world.land()
+    first = world.p
+    world.lose(first)
+    world.lose(world.connect("p", WorkerRole.PREFILL, push=True, boot_id="another"))
+    writes = LeaseReport(world.push.lease_id, 2, is_source=True)
+    now = world.connect(
+        "p", WorkerRole.PREFILL, push=True, leases=(writes,), past=(first.incarnation,)
+    )
+    world.sent.clear()
+    with pytest.raises(IncarnationMismatchError, match=f"incarnation {now.incarnation}, not"):
+        world.do(world.registry.fence(world.now, first, "that pod is gone"))
+    assert not world.told(world.d, c.PeerFenced)
+    assert not world.let_go()
+    # Attested under its own number it is dead under each.
+    world.do(world.registry.fence(world.now, now, "killed"))
+    assert first in [x.worker for x in world.told(world.d, c.PeerFenced)]
+
+
+def test_what_was_moved_teaches_how_fast_the_way_is_pushed_or_pulled() -> None:
+    second = TransferStats(blocks=18, tokens=576, bytes=5_000_000_000, transfer_ns=SECOND)
+    pushed = Pair()
+    pushed.land()
+    prior = pushed.registry.planner.rates.link_rate("p", "d")
+    report = StopReport(PUBLISHED, "", second, is_source=False)
+    pushed.agent(pushed.d, "stopped", pushed.push.lease_id, report)
+    assert pushed.registry.planner.rates.link_rate("p", "d") == pytest.approx(5e9) != prior
+    # What failed says nothing, however it was.
+    failed = Pair()
+    failed.land()
+    failed.agent(
+        failed.d, "stopped", failed.push.lease_id, StopReport(FAILED, "LATE", second, False)
+    )
+    assert failed.registry.planner.rates.link_rate("p", "d") == prior
+    pulled = World()
+    _, decode, _, order = pulled.returning()
+    pulled.harden(order, decode)
+    (reader,) = {x.destination for x in pulled.state.leases.values()}
+    pulled.agent(reader, "stopped", order.lease_id, StopReport(PUBLISHED, "", second))
+    rates = pulled.registry.planner.rates
+    assert rates.link_rate(decode.worker_id, reader.worker_id) == pytest.approx(5e9)

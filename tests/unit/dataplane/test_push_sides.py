@@ -691,6 +691,29 @@ def test_of_several_prompts_of_a_call_the_first_is_pushed() -> None:
     assert bench.step(70, 95) == [m.PushChunk("l1", 1, 1, [22, 23, 24], False)]
 
 
+@pytest.mark.parametrize("aborted", [False, True])
+@pytest.mark.parametrize("granted_first", [True, False])
+def test_a_prompt_of_the_same_call_that_ends_first_stops_nothing(
+    aborted: bool, granted_first: bool
+) -> None:
+    """Nor does its leg count as ended: what its own request left would be asked for."""
+    bench = Prefill()
+    if granted_first:
+        bench.push_grant()
+    bench.run()
+    bench.step(0, 70)
+    bench.pool.touch(range(40, 46))
+    bench.agent.allocated("p2", bench.key, range(40, 46), 0, View(chain(5, "u")))
+    other = FinishedRequest("p2", chain(5, "u"), tuple(range(40, 45)), 165, aborted, None)
+    bench.agent.finished(bench.key, other)
+    if not granted_first:
+        bench.push_grant()
+    assert not bench.orders(m.PushStop)
+    assert not bench.out.take("refused")
+    assert bench.step(70, 95)
+    assert not bench.orders(m.PushStop)
+
+
 def test_a_replica_that_was_trimmed_is_not_pushed_in_part() -> None:
     bench = Bench()
     bench.expect(DECODE)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
 from kvshuttle.dataplane import messages as m
+from kvshuttle.dataplane import push_writer
 from kvshuttle.dataplane.clock import NS
 from kvshuttle.dataplane.limits import DEADLINE_MARGIN_NS, WRITE_STALL_NS
 from kvshuttle.dataplane.push_steps import PushStep, region_ends
@@ -15,7 +17,8 @@ from tests.unit.dataplane.fakes import FakeMover
 
 TTL_NS = 30 * NS
 LAYERS = 4
-REGIONS = [LocalRegion(f"layer{i}", 0, 64, 100, "VRAM", 0) for i in range(LAYERS)]
+BYTES = 64
+REGIONS = [LocalRegion(f"layer{i}", 0, BYTES, 100, "VRAM", 0) for i in range(LAYERS)]
 
 
 @dataclass(eq=False)
@@ -27,6 +30,10 @@ class Write:
     regions: range
     status: str = "PROC"
     released: bool = False
+
+    @property
+    def expected_bytes(self) -> int:
+        return len(self.local) * len(self.regions) * BYTES
 
     @property
     def descriptors(self) -> int:
@@ -41,15 +48,20 @@ class Wire:
     at_once: bool = False
     refuses: bool = False
     deaf: bool = False
+    # NIXL cannot cancel what it has.
+    keeps: bool = False
     writes: list[Write] = field(default_factory=list)
     said: list[tuple[str, bytes]] = field(default_factory=list)
     heard: list[tuple[str, bytes]] = field(default_factory=list)
     lists: int = 0
 
+    dropped: list[str] = field(default_factory=list)
+
     def add_peer(self, *_: object) -> None:
         pass
 
-    drop_peer = add_peer
+    def drop_peer(self, name: str) -> None:
+        self.dropped.append(name)
 
     def prepare(self, agent_name: str, blocks: list[int]) -> BlockList:
         self.lists += 1
@@ -73,11 +85,11 @@ class Wire:
         return write.status
 
     def bytes_moved(self, write: Write) -> int:
-        return len(write.local) * len(write.regions) * 64
+        return write.expected_bytes
 
     def release(self, write: Write) -> bool:
-        write.released = True
-        return True
+        write.released = not self.keeps
+        return write.released
 
     def notify(self, peer: str, message: bytes) -> None:
         if self.deaf:
@@ -278,6 +290,90 @@ def test_a_write_that_hangs_is_not_asked_after_for_ever_because_of_a_device_that
     assert mover.transfers.busy
     mover.clock.advance(120)
     assert not mover.transfers.busy
+
+
+def test_a_push_takes_as_long_as_something_of_it_is_in_flight(mover: Mover) -> None:
+    """NIXL may copy while it posts; and WRITEs that fly side by side take their time once."""
+    post = mover.wire.post_write
+
+    def slow(*args: Any) -> Write:
+        mover.clock.advance(0.25)
+        return post(*args)
+
+    mover.wire.post_write = slow  # type: ignore[assignment, method-assign]
+    mover.push()
+    mover.obey(m.PushBlocks(chunk(0, 0, 4, ready=True)))
+    mover.poll(1)
+    mover.obey(m.PushBlocks(chunk(1, 4, 1, ready=True)))
+    mover.poll(1)
+    mover.complete(*mover.wire.writes)
+    # Nothing flies for a while: prefill computes.
+    mover.poll(3)
+    mover.obey(m.PushBlocks(chunk(2, 5, 1, ready=True)), m.PushFinish("l1", 3))
+    mover.poll(0.5)
+    mover.complete()
+    (ended,) = [x for x in mover.told if isinstance(x, m.PushEnded)]
+    assert ended.written
+    assert ended.transfer_ns == (0.25 + 1 + 0.25 + 1 + 0.25 + 0.5) * NS
+    (words,) = [x[1].split(b"|") for x in mover.wire.said]
+    assert int(words[4]) == ended.transfer_ns
+
+
+def test_what_takes_as_long_as_its_bytes_is_not_stalled(
+    mover: Mover, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is what waits for others to the same peer, whichever was posted first."""
+    # A block of all layers takes a second.
+    monkeypatch.setattr(push_writer, "SLOWEST_BYTES_A_SECOND", LAYERS * BYTES)
+    mover.push()
+    mover.obey(m.PushBlocks(chunk(0, 0, 4, ready=True)))
+    mover.poll(5 + 3)
+    mover.obey(m.PushBlocks(chunk(1, 4, 2, ready=True)))
+    mover.poll(2.9)
+    assert not mover.take(m.PushStopping)
+    # The first has had its own four seconds, those of the second, and five.
+    mover.poll(0.2)
+    assert mover.take(m.PushStopping) == [m.PushStopping("l1", "TRANSFER_STALLED")]
+
+
+def test_a_write_that_hangs_past_its_deadline_is_asked_after_all_the_same(mover: Mover) -> None:
+    """Its destination may only have been paused, and waits for a word."""
+    mover.push()
+    mover.obey(m.PushBlocks(chunk(0, 0, 6, ready=True)), m.PushFinish("l1", 1))
+    mover.poll(6)
+    mover.poll(120)
+    assert mover.transfers.unsettled  # the mover looks once a second
+    assert not mover.busy()
+    mover.complete()
+    assert mover.ends == [(False, "TRANSFER_STALLED")]
+    assert mover.wire.said[-1][1].startswith(b"gone|")
+    assert not mover.transfers.unsettled
+
+
+def test_a_write_that_failed_and_cannot_be_released_may_still_write(mover: Mover) -> None:
+    """As one of which NIXL had posted some pieces when another was refused."""
+    mover.push()
+    mover.obey(m.PushBlocks(chunk(0, 0, 6, ready=True)), m.PushFinish("l1", 1))
+    mover.wire.keeps = True
+    mover.complete(status="ERR")
+    assert not mover.ends
+    assert [x[1].split(b"|")[0] for x in mover.wire.said] == [b"stopping"]
+    mover.wire.keeps = False
+    mover.poll(1)
+    assert mover.ends == [(False, "TRANSFER_FAILED")]
+    assert mover.wire.said[-1][1].startswith(b"gone|")
+
+
+def test_a_process_of_several_numbers_is_dropped_with_the_last(mover: Mover) -> None:
+    """One that lost its place for a while has the NIXL agent it had."""
+    mover.obey(m.AddPeer("other", 3, "agent", b"", []), m.DropPeer("other", 1))
+    assert not mover.wire.dropped
+    mover.obey(m.Push("l1", 3, "other", 3, [50], mover.clock() + TTL_NS))
+    mover.obey(m.PushBlocks(chunk(0, 0, 1, ready=True)), m.PushFinish("l1", 1))
+    mover.complete()
+    assert mover.ends == [(True, "")]
+    mover.obey(m.DropPeer("other", 3))
+    assert mover.wire.dropped == ["agent"]
 
 
 def test_after_a_stop_nothing_is_posted_and_the_end_waits_for_what_flies(mover: Mover) -> None:

@@ -12,6 +12,7 @@ from kvshuttle.dataplane import transfers
 from kvshuttle.dataplane.clock import NS
 from kvshuttle.dataplane.limits import (
     CONFIRM_TIMEOUT_NS,
+    CONNECT_LINGER_NS,
     DEADLINE_MARGIN_NS,
     READ_STALL_NS,
 )
@@ -237,7 +238,7 @@ def test_a_completed_read_whose_handle_stays_is_not_free(mover: Mover) -> None:
 
 
 def test_a_large_read_may_take_longer(mover: Mover, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(transfers, "READ_BYTES_A_SECOND", 1)
+    monkeypatch.setattr(transfers, "SLOWEST_BYTES_A_SECOND", 1)
     mover.read()
     (region,) = mover.transfers._regions = [LocalRegion("layer", 0, 8, 10, "DRAM", 0)]
     size = region.block_bytes
@@ -322,3 +323,16 @@ def test_no_yes_follows_the_word_that_a_lease_is_not_served(mover: Mover) -> Non
     assert mover.told[-1] == m.Unserved("l1")
     mover.hear(b"ask|l1")
     assert mover.wire.said == [b"no|l1"]
+
+
+def test_a_peer_that_is_met_is_polled_for_until_the_connection_is_up() -> None:
+    """So that the first transfer does not wait for it; then nothing is polled any more."""
+    mover = FakeMover(Wire())
+    busy = []
+    for passed_ns in (0, CONNECT_LINGER_NS - 1, 1):
+        if not passed_ns:
+            mover.transfers.obey(m.AddPeer("other", 1, "agent", b"", []))
+        mover.clock.now += passed_ns
+        busy.append(mover.transfers.busy)
+    assert busy == [True, True, False]
+    assert not mover.transfers.unsettled

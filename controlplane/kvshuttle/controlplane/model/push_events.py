@@ -280,6 +280,13 @@ def _landing_stopped(w: Work, lease: Lease, report: StopReport) -> None:
         reason=report.reason,
         stats=report.stats,
     )
+    if published:
+        w.planner.rates.observe_transfer(
+            lease.source.worker_id,
+            lease.destination.worker_id,
+            report.stats.bytes,
+            report.stats.transfer_ns,
+        )
     if lease.reader_stopped:
         if not published:
             tell_landing(w, lease)

@@ -264,7 +264,9 @@ def fence(w: Work, ref: WorkerRef, attestation: str, request: str = "") -> Worke
         raise NotFoundError("worker", ref.worker_id)
     if repeated(worker.requests, request):
         return worker
-    if worker.ref != ref and (_waited_for(w, ref) or push_events.writer_gone(w, ref)):
+    # A number that the process of today had before it lost its place for a while is no dead boot.
+    lives = worker.was(ref) and worker.state is not WorkerState.FENCED
+    if worker.ref != ref and not lives and (_waited_for(w, ref) or push_events.writer_gone(w, ref)):
         _dead(w, ref, attestation)
         if request:
             worker = worker.asked(request)
