@@ -522,8 +522,8 @@ CORE = (
         "a lookup answers in bounded time",
         AGENT + "destination.py",
         (
-            "            if now - looked < leg.lookup_wait_ns:\n"
-            "                return self._later(request_id, looked + leg.lookup_wait_ns)\n"
+            "            if now < until:\n"
+            "                return self._later(request_id, until if worth is None else min(until, worth))\n"
             '            return self._no(request_id, "GRANT_TIMEOUT")'
         ),
         "            return None",

@@ -72,7 +72,7 @@ PREFIXES = (
         "prefix_waits_for_ever",
         "a request that asks waits no longer than for a grant",
         AGENT + "destination.py",
-        '            if now - looked < leg.lookup_wait_ns:\n                return self._later(request_id, looked + leg.lookup_wait_ns)\n            return self._no(request_id, "GRANT_TIMEOUT")',
+        '            if now < until:\n                return self._later(request_id, until if worth is None else min(until, worth))\n            return self._no(request_id, "GRANT_TIMEOUT")',
         "            return None",
         ("tests/unit/dataplane/test_asking.py",),
     ),

@@ -308,8 +308,13 @@ class DestinationSide:
                 if not self._ask(leg, hashes, start, usable):
                     leg.refused = "NO_PREFIX"
                     return self._no(request_id, leg.refused)
-            if now - looked < leg.lookup_wait_ns:
-                return self._later(request_id, looked + leg.lookup_wait_ns)
+            until = looked + leg.lookup_wait_ns
+            worth = self._eager.worth_waiting_until(leg.lease_id, leg.block_compute_ns)
+            if worth is not None and worth <= min(now, until):
+                # What has landed is in the engine's own cache, and found there.
+                return self._no(request_id, "FASTER_TO_COMPUTE")
+            if now < until:
+                return self._later(request_id, until if worth is None else min(until, worth))
             return self._no(request_id, "GRANT_TIMEOUT")
         if now > grant.deadline_ns - DEADLINE_MARGIN_NS:
             return self._no(request_id, "LEASE_EXPIRED")

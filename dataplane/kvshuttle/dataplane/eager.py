@@ -76,9 +76,15 @@ class _Return:
     stopping: str = ""
     revoked: bool = False
     blocks: int = 0
+    landed_ns: int = 0
     bytes_moved: int = 0
     transfer_ns: int = 0
     descriptors: int = 0
+
+    @property
+    def left(self) -> int:
+        """Blocks that have yet to land."""
+        return len(self.missing) + (len(self.piece.indexes) if self.piece is not None else 0)
 
 
 @dataclass
@@ -208,6 +214,23 @@ class EagerSide:
         job = self._open.get(lease_id)
         return job is not None and not job.stopping
 
+    def worth_waiting_until(self, lease_id: str, block_compute_ns: int) -> int | None:
+        """The instant from which on a request had better compute what has yet to land, if it takes
+        so long for a block; None where nothing tells how fast it lands.
+
+        What is left lands as fast as what has landed. If that is later than computed, the instant
+        has passed. Else it is that much after it should be there: what is late by so much is
+        expected to take as long again.
+        """
+        job = self._open.get(lease_id)
+        if job is None or job.stopping or not job.blocks or not block_compute_ns:
+            return None
+        lands_ns = job.landed_ns + job.left * (job.landed_ns - job.began_ns) // job.blocks
+        computes_ns = job.left * block_compute_ns
+        if lands_ns - self.clock() > computes_ns:
+            return job.landed_ns
+        return lands_ns + computes_ns
+
     def has_ended(self, lease_id: str) -> bool:
         """Whether this lease was an eager one and is over (as far as is remembered)."""
         return lease_id in self._ended
@@ -309,6 +332,7 @@ class EagerSide:
                 job.filled[block_id] = 0
         job.kept.append(piece.hold)
         job.blocks += len(piece.indexes)
+        job.landed_ns = self.clock()
         job.bytes_moved += piece.bytes_moved
         job.transfer_ns += piece.transfer_ns
         job.descriptors += piece.descriptors

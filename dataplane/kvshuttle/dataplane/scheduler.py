@@ -624,6 +624,7 @@ class SchedulerAgent:
                 retention_ns=expect.retention.ToNanoseconds(),
                 min_tokens=expect.min_tokens,
                 replica_blocks=expect.replica_blocks,
+                block_compute_ns=expect.block_compute_time.ToNanoseconds(),
                 may_ask=expect.may_ask,
                 push=_push_hope(expect.push) if expect.HasField("push") else None,
             )

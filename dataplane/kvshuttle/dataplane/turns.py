@@ -61,6 +61,8 @@ class TurnLeg:
     retention_ns: int
     min_tokens: int
     replica_blocks: int = 0
+    # Predicted, to compute one block; 0: not known.
+    block_compute_ns: int = 0
     # Whether its request may ask for what other sessions of the tenant have, and whether it has.
     may_ask: bool = False
     asked: bool = False

@@ -124,6 +124,8 @@ def test_a_turn_in_the_midst_waits_for_it_no_longer_than_computing_takes(world: 
     (expect,) = world.told(prefill, c.ExpectTurn)
     assert expect.lease_id == grant.lease_id
     assert expect.lookup_wait_ns == max(turn.plan.predicted_recompute_ns, 300 * MS)
+    block = world.state.workers["p"].block_size
+    assert expect.block_compute_ns == world.registry.planner.rates.computes_ns("p", block) > 0
     assert world.told(decode, c.Harden) == [], "one lease moves it"
 
 

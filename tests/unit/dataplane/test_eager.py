@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from google.protobuf.duration_pb2 import Duration
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -324,6 +325,68 @@ def test_a_turn_waits_no_longer_than_told(bench: Bench) -> None:
     assert bench.look(own) is None
     bench.clock.advance(0.4)
     assert bench.look(own) == 0
+
+
+@pytest.mark.parametrize(
+    ("block_ms", "waits"),
+    [
+        # 64 blocks have landed in a second, and 36 are left: they take 0.56 s.
+        (16, True),
+        (15, False),
+        # An older control plane does not say, and the lookup wait counts.
+        (0, True),
+    ],
+)
+def test_a_turn_waits_for_the_rest_if_it_lands_sooner_than_it_is_computed(
+    bench: Bench, block_ms: int, waits: bool
+) -> None:
+    hashes = chain(100)
+    eager(bench, hashes)
+    bench.clock.advance(1)
+    first, *_ = reads(bench)
+    assert len(first.local_block_ids) == 64
+    end_read(bench, first)
+    bench.expect(
+        PREFILL,
+        "e1",
+        replica_blocks=100,
+        min_tokens=64,
+        block_compute_time=Duration(nanos=block_ms * 1_000_000),
+    )
+    own = hashes + chain(10, "b")
+    found = bench.look(own, computed=64 * BLOCK)
+    assert found == (None if waits else 0)
+    # What is left lands all the same, if the request has not computed it by then.
+    if waits:
+        end_read(bench, reads(bench)[-1])
+        assert bench.look(own, computed=100 * BLOCK) == 0
+    bench.agent.allocated("r", ("t", PREFILL), range(20, 36), 0)
+    assert bench.agent.counters.snapshot().fallbacks == ({} if waits else {"FASTER_TO_COMPUTE": 1})
+
+
+def test_a_turn_waits_no_longer_for_a_rest_that_is_late_than_computing_it_takes(
+    bench: Bench,
+) -> None:
+    hashes = chain(100)
+    eager(bench, hashes)
+    bench.clock.advance(0.032)
+    end_read(bench, reads(bench)[0])
+    # 36 blocks are left: they land in 18 ms, and are computed in 72.
+    bench.expect(
+        PREFILL,
+        "e1",
+        replica_blocks=100,
+        min_tokens=64,
+        block_compute_time=Duration(nanos=2_000_000),
+    )
+    own = hashes + chain(10, "b")
+    assert bench.look(own, computed=64 * BLOCK) is None
+    bench.clock.advance(0.018 + 0.071)
+    assert bench.look(own, computed=64 * BLOCK) is None
+    bench.clock.advance(0.001)
+    assert bench.look(own, computed=64 * BLOCK) == 0
+    bench.agent.allocated("r", ("t", PREFILL), range(20, 36), 0)
+    assert bench.agent.counters.snapshot().fallbacks == {"FASTER_TO_COMPUTE": 1}
 
 
 def test_a_turn_that_finds_nearly_all_of_it_waits_for_nothing(bench: Bench) -> None:

@@ -320,6 +320,10 @@ _LEGS = {
         "the source's engine step is long, or the control plane slow: see "
         "kvshuttle_grant_seconds; --lookup-wait-ms waits longer",
     ),
+    "FASTER_TO_COMPUTE": Reason(
+        "what of an eager return had yet to land would have been there later than computed",
+        "none is needed; if it is common, the link is slow: see kvshuttle_transfer_seconds",
+    ),
     "GRANT_MALFORMED": Reason(
         "the agent could not read the grant", "use one version of kvshuttle everywhere"
     ),

@@ -1245,6 +1245,7 @@ class ExpectTurn(_message.Message):
     REPLICA_BLOCKS_FIELD_NUMBER: _builtins.int
     PUSH_FIELD_NUMBER: _builtins.int
     MAY_ASK_FIELD_NUMBER: _builtins.int
+    BLOCK_COMPUTE_TIME_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
     turn_token: _builtins.str
     """Names the turn."""
@@ -1286,6 +1287,12 @@ class ExpectTurn(_message.Message):
     def push(self) -> Global___PushPlan:
         """The turn's forward KV may be pushed under this lease. Empty: it is read, or does not move."""
 
+    @_builtins.property
+    def block_compute_time(self) -> _duration_pb2.Duration:
+        """Predicted time in which this worker computes one block: a lookup waits for no eager return whose
+        rest is computed sooner than it lands. 0: not said, by an older control plane.
+        """
+
     def __init__(
         self,
         *,
@@ -1302,11 +1309,12 @@ class ExpectTurn(_message.Message):
         replica_blocks: _builtins.int = ...,
         push: Global___PushPlan | None = ...,
         may_ask: _builtins.bool = ...,
+        block_compute_time: _duration_pb2.Duration | None = ...,
         traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["lookup_wait", b"lookup_wait", "push", b"push", "retention", b"retention"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["block_compute_time", b"block_compute_time", "lookup_wait", b"lookup_wait", "push", b"push", "retention", b"retention"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["lease_follows", b"lease_follows", "lease_id", b"lease_id", "leg", b"leg", "lookup_wait", b"lookup_wait", "may_ask", b"may_ask", "min_tokens", b"min_tokens", "push", b"push", "replica_blocks", b"replica_blocks", "retention", b"retention", "session_id", b"session_id", "tenant", b"tenant", "traceparent", b"traceparent", "turn", b"turn", "turn_token", b"turn_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["block_compute_time", b"block_compute_time", "lease_follows", b"lease_follows", "lease_id", b"lease_id", "leg", b"leg", "lookup_wait", b"lookup_wait", "may_ask", b"may_ask", "min_tokens", b"min_tokens", "push", b"push", "replica_blocks", b"replica_blocks", "retention", b"retention", "session_id", b"session_id", "tenant", b"tenant", "traceparent", b"traceparent", "turn", b"turn", "turn_token", b"turn_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

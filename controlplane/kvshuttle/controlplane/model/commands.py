@@ -67,6 +67,7 @@ class ExpectTurn(Struct, frozen=True, gc=False):
     replica_blocks: int = 0
     push: PushPlan | None = None
     may_ask: bool = False
+    block_compute_ns: int = 0
 
 
 class ForgetTurn(Struct, frozen=True, gc=False):

@@ -246,8 +246,16 @@ def expect(
             replica_blocks=replica_blocks,
             push=push_events.plan_for(push, placement.worker),
             may_ask=may_ask,
+            block_compute_ns=_block_compute_ns(w, placement.worker),
         ),
     )
+
+
+def _block_compute_ns(w: Work, ref: WorkerRef) -> int:
+    worker = w.state.workers.get(ref.worker_id)
+    if worker is None:
+        return 0
+    return w.planner.rates.computes_ns(ref.worker_id, worker.block_size)
 
 
 def expect_again(w: Work, worker_id: str) -> None:

@@ -326,6 +326,7 @@ def command_out(command: c.Command) -> pb.AgentCommand:
                     replica_blocks=command.replica_blocks,
                     push=_push_out(command.push),
                     may_ask=command.may_ask,
+                    block_compute_time=duration(command.block_compute_ns),
                 )
             )
         case c.ForgetTurn(turn_token, leg):
