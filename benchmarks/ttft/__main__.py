@@ -14,6 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
+from benchmarks.retention.__main__ import DEFAULT_TRACES
 from benchmarks.ttft import raw_nixl
 from benchmarks.ttft.arms import ARMS, Pool
 from benchmarks.ttft.groups import RESERVE_BYTES
@@ -46,7 +47,11 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--pairs", type=int, default=20, help="prompts more that f and g compute side by side"
     )
-    parser.add_argument("--traces", type=Path, help="recorded sessions; see docs/benchmarks.md")
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        help="recorded sessions; by default those of benchmarks/retention, none with --quick",
+    )
     parser.add_argument("--trace-conversations", type=int, default=2)
     parser.add_argument("--trace-turns", type=int, default=5)
     parser.add_argument("--scenarios", default="lost,kept", help="lost, kept, or both")
@@ -67,6 +72,8 @@ def _arguments() -> argparse.Namespace:
     )
     parser.add_argument("--no-offload-tier", action="store_true", help="do not try arm d2")
     options = parser.parse_args()
+    if options.traces is None and not options.quick:
+        options.traces = DEFAULT_TRACES
     if options.quick:
         options.repeats, options.scenarios = 1, "lost"
         # What the last line is made of; the others take two more stacks, a minute each.
@@ -195,9 +202,12 @@ def main() -> int:
     )
     found = write(results, _raw(results, pool.model))
     tables(found, console)
+    table = out / "ttft.txt"
+    with table.open("w", encoding="utf-8") as file:
+        tables(found, Console(width=150, file=file))
     from benchmarks.ttft.plots import plot
 
-    for path in [out / "ttft.json", *plot(found, out)]:
+    for path in [out / "ttft.json", table, *plot(found, out)]:
         console.print(f"written: {path}", highlight=False)
     failed = failures(results.samples, results.leaked, exact=pool.dtype == "float32")
     for text in failed:

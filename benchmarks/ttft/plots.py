@@ -28,7 +28,8 @@ _COLOURS = {
     "g": "#F0E442",
 }
 _PARTS = (
-    ("prefill queue, return's transfer in it", "prefill_queue_ms", "#E69F00"),
+    ("prefill queue, without the return's transfer", "prefill_queue_rest_ms", "#E69F00"),
+    ("return's transfer, as far as prefill waits for it", "return_in_queue_ms", "#D55E00"),
     ("prefill compute", "prefill_compute_ms", "#0072B2"),
     ("decode queue beyond prefill, forward transfer in it", "decode_wait_ms", "#CC79A7"),
     ("decode's first step", "decode_first_step_ms", "#009E73"),
@@ -46,7 +47,7 @@ def plot(found: dict[str, Any], directory: Path) -> list[Path]:
     for scenario, kinds in found["scenarios"].items():
         for kind, body in kinds.items():
             path = directory / f"ttft-{scenario}-{kind}.png"
-            _scenario(body, found, f"prefill's cache {scenario}, {kind} conversations", path)
+            _scenario(body, found, scenario, kind, path)
             paths.append(path)
     if found["idle"]:
         path = directory / "ttft-idle.png"
@@ -55,17 +56,27 @@ def plot(found: dict[str, Any], directory: Path) -> list[Path]:
     return paths
 
 
-def _scenario(body: dict[str, Any], found: dict[str, Any], title: str, path: Path) -> None:
+def _scenario(
+    body: dict[str, Any], found: dict[str, Any], scenario: str, kind: str, path: Path
+) -> None:
     figure, (lines, bars, held) = plt.subplots(
         1, 3, figsize=(17, 5.2), width_ratios=(1.3, 1.3, 0.7), layout="constrained"
     )
     settings = found["settings"]
+    title = f"prefill's cache {scenario}, {kind} conversations"
     figure.suptitle(f"{title} ({settings['model']}, {settings['dtype']}, one core an engine)")
     arms = sorted(body["arms"])
-    points = [s for s in found["samples"] if s["arm"] in arms and s["turn"] >= 2]
+    points = [
+        s
+        for s in found["samples"]
+        if s["arm"] in arms
+        and s["turn"] >= 2
+        and s["scenario"] == scenario
+        and s["conversation"].startswith(kind)
+    ]
     for arm in arms:
         by_prompt = body["arms"][arm]["ttft_ms_by_prompt"]
-        if title.endswith("fixed conversations"):
+        if kind == "fixed":
             lengths = sorted(by_prompt, key=int)
             lines.plot(
                 [int(n) for n in lengths],
@@ -75,13 +86,7 @@ def _scenario(body: dict[str, Any], found: dict[str, Any], title: str, path: Pat
                 label=_NAMES[arm],
             )
         else:
-            mine = [
-                s
-                for s in points
-                if s["arm"] == arm
-                and s["conversation"].startswith("trace")
-                and f"cache {s['scenario']}" in title
-            ]
+            mine = [s for s in points if s["arm"] == arm]
             lines.scatter(
                 [s["prompt_tokens"] for s in mine],
                 [s["ttft_ms"] for s in mine],
@@ -101,7 +106,7 @@ def _scenario(body: dict[str, Any], found: dict[str, Any], title: str, path: Pat
     lines.legend(fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.13), ncols=2)
     left = [0.0] * len(arms)
     for label, key, colour in _PARTS:
-        values = [max(0.0, body["arms"][arm][key] or 0.0) for arm in arms]
+        values = [max(0.0, _split(body["arms"][arm])[key] or 0.0) for arm in arms]
         bars.barh([_NAMES[arm] for arm in arms], values, left=left, label=label, color=colour)
         left = [a + b for a, b in zip(left, values, strict=True)]
     bars.set(xlabel="ms of a turn, medians of each part")
@@ -118,6 +123,14 @@ def _scenario(body: dict[str, Any], found: dict[str, Any], title: str, path: Pat
     held.invert_yaxis()
     figure.savefig(path, dpi=110)
     plt.close(figure)
+
+
+def _split(row: dict[str, Any]) -> dict[str, Any]:
+    """With prefill's queue taken apart: what it waits for is the return's transfer, where one is on
+    the turn's way."""
+    queue = row["prefill_queue_ms"] or 0.0
+    transfer = min(queue, row["return_transfer_ms"] or 0.0)
+    return row | {"prefill_queue_rest_ms": queue - transfer, "return_in_queue_ms": transfer}
 
 
 def _idle(idle: dict[str, Any], path: Path) -> None:

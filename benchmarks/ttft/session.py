@@ -42,7 +42,7 @@ QUIET_WORDS = 1_500
 # A prompt whose prefill is compared: as long as what a recorded agent's turn adds, and some.
 PAIR_TOKENS = 1_000
 IDEAL = "a"
-# Whose idle cost is measured; upstream's other two have the connector of c.
+# Whose idle cost is measured: of upstream's, c's, whose connector b has too. Not d's.
 IDLE_ARMS = ("a", "c", "e", "f", "g")
 # How far apart two logprobs of the same token may be in float32; bfloat16 differs by 0.1 between
 # any two ways to compute a prompt, in plain vLLM too.

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from benchmarks.ttft import plots
 from benchmarks.ttft.arms import ARMS
 from benchmarks.ttft.counters import Legs
 from benchmarks.ttft.groups import plan_groups
 from benchmarks.ttft.oracles import failures
 from benchmarks.ttft.report import gbps, last_line, summary
-from benchmarks.ttft.session import Results
+from benchmarks.ttft.session import QuietReturn, Results
 from benchmarks.ttft.stats import counted, median_or_none, prefill_throughput, ratio
 from benchmarks.ttft.turns import Moved, Sample
 
@@ -182,3 +184,61 @@ def test_a_wrong_answer_or_a_leak_of_ours_fails_the_run() -> None:
         RUN, {"lost": {"g": None}, "kept": {"e": "e-decode has 3 holds"}}, exact=True
     )
     assert leak == "kept, e: e-decode has 3 holds"
+
+
+def test_the_last_line_is_of_a_lost_cache_and_the_fixed_conversations() -> None:
+    """The published case; recorded ones and a kept cache are in the tables."""
+    ours = [sample("g", turn, 550.0) for turn in (1, 2, 3)]
+    others = [
+        replace(s, scenario=scenario, conversation=conversation, ttft_ms=s.ttft_ms * factor)
+        for scenario, conversation, factor in (
+            ("kept", "fixed-0", 3.0),
+            ("lost", "trace-0", 5.0),
+            ("kept", "trace-0", 7.0),
+        )
+        for s in ours
+    ]
+    ideal = [
+        replace(s, arm="a", ttft_ms=500.0, scenario=x.scenario, conversation=x.conversation)
+        for x in (*ours, *others)
+        for s in (x,)
+    ]
+    line, _ = last_line(summary(Results(samples=[*ours, *others, *ideal]), {}, {}))
+    assert line["ttft_ratio_to_ideal"] == pytest.approx(1.1)
+
+
+def test_twice_as_long_as_raw_is_half_its_speed() -> None:
+    found = [QuietReturn(moved("RETURN", ms=ms), 10.0) for ms in (20.0, 20.0, 40.0)]
+    results = Results(samples=[sample("g", 2, 1.0)], quiet={"g": found})
+    assert found[0].ratio_to_raw == 0.5
+    line, _ = last_line(summary(results, {}, {}))
+    assert line["gbps_ratio_to_raw"] == 0.5
+
+
+def test_every_scenario_is_drawn_and_a_transfer_on_the_turns_way_apart(tmp_path: Path) -> None:
+    arms = {
+        "a": LEGS,
+        "c": replace(LEGS, prefill_queue_ms=90.0, return_ms=70.0),
+        "g": replace(LEGS, prefill_queue_ms=5.0),
+    }
+    samples = [
+        replace(sample(arm, turn, 700.0), legs=legs, scenario=scenario, conversation=conversation)
+        for arm, legs in arms.items()
+        for turn in (1, 2, 3)
+        for scenario in ("lost", "kept")
+        for conversation in ("fixed-0", "trace-0")
+    ]
+    idle = {"g": {"percent": 1.0, "sessions": 100}}
+    settings = {"model": "m", "dtype": "float32"}
+    found = summary(Results(samples=samples, idle=idle), {}, settings)
+    paths = plots.plot(found, tmp_path)
+    assert {x.name for x in paths} == {
+        *(f"ttft-{s}-{k}.png" for s in ("lost", "kept") for k in ("fixed", "trace")),
+        "ttft-idle.png",
+    }
+    assert all(x.read_bytes().startswith(b"\x89PNG") for x in paths)
+    split = {
+        arm: plots._split(row) for arm, row in found["scenarios"]["lost"]["fixed"]["arms"].items()
+    }
+    assert (split["c"]["prefill_queue_rest_ms"], split["c"]["return_in_queue_ms"]) == (20.0, 70.0)
+    assert (split["g"]["prefill_queue_rest_ms"], split["g"]["return_in_queue_ms"]) == (5.0, 0.0)
