@@ -7,6 +7,9 @@ from typing import Any
 
 import pytest
 
+from kvshuttle.v1 import agent_service_pb2 as agent_pb2
+from kvshuttle.v1 import types_pb2
+
 pytest.importorskip("vllm", reason="vLLM is installed with the engines", exc_type=ImportError)
 pytestmark = [
     pytest.mark.engines,
@@ -166,3 +169,35 @@ def test_each_layer_is_told_when_it_is_filled_and_not_at_the_steps_end(stepping:
     assert told == ([("layers.0", 0), ("layers.1", 1)] if stepping else [])
     connector.wait_for_save()
     assert told[2:] == ([("end", 2)] if stepping else [])
+
+
+@pytest.mark.parametrize("caching", [True, False])
+def test_an_engine_without_a_prefix_cache_says_so_at_registration(caching: bool) -> None:
+    from kvshuttle.dataplane.connector import KVShuttleConnector
+
+    connector: Any = object.__new__(KVShuttleConnector)
+    connector._handshakes = [
+        SimpleNamespace(
+            num_blocks=4,
+            fingerprint=(("model", "m"),),
+            endpoint=SimpleNamespace(regions=[SimpleNamespace(block_bytes=64)]),
+            describe=agent_pb2.RankEndpoint,
+        )
+    ]
+    connector._config = SimpleNamespace(
+        worker_id="p", role=types_pb2.WORKER_ROLE_PREFILL, url="http://p", nixl_backend="UCX"
+    )
+    connector._boot_id, connector._block_size = "boot", 32
+    connector._vllm_config = SimpleNamespace(
+        cache_config=SimpleNamespace(enable_prefix_caching=caching)
+    )
+    connector._agent = SimpleNamespace(
+        highest_epoch=0,
+        lineage="",
+        incarnations=[],
+        lease_inventory=list,
+        source=SimpleNamespace(inventory=list),
+    )
+    hello = connector._hello()
+    assert hello.prefix_caching is caching
+    assert (hello.worker_id, hello.num_blocks, hello.bytes_per_block) == ("p", 4, 64)
