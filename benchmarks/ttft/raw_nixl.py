@@ -109,14 +109,16 @@ class Pair:
         end, piece = self._end, total_bytes // descriptors
         start = self._slot * self._slot_bytes
         self._slot = (self._slot + 1) % self._slots
-        local = end.rows(end.base + start, descriptors, piece)
-        remote = end.rows(self._base + start, descriptors, piece)
+        # Prepared before the clock starts, as ours are when a peer is met.
+        local = self._prepared("NIXL_INIT_AGENT", end.base + start, descriptors, piece)
+        remote = self._prepared(self._peer, self._base + start, descriptors, piece)
+        which = np.arange(descriptors, dtype=np.int32)
         self._pipe.send(True)
         self._pipe.recv()
         try:
             began = time.perf_counter()
-            handle = end.agent.initialize_xfer(
-                "READ", local, remote, self._peer, b"", backends=["UCX"]
+            handle = end.agent.make_prepped_xfer(
+                "READ", local, which, remote, which, b"", backends=["UCX"]
             )
             state = end.agent.transfer(handle)
             while state not in ("DONE", "ERR"):
@@ -125,11 +127,17 @@ class Pair:
             end.agent.release_xfer_handle(handle)
         finally:
             self._pipe.send(True)
+            for prepared in (local, remote):
+                end.agent.release_dlist_handle(prepared)
         if state == "ERR":
             raise RuntimeError(f"a READ of {total_bytes} bytes failed")
         if int(end.memory[start]) != 7:
             raise RuntimeError("wrong bytes arrived")
         return took
+
+    def _prepared(self, agent: str, start: int, descriptors: int, piece: int) -> Any:
+        rows = self._end.rows(start, descriptors, piece)
+        return self._end.agent.prep_xfer_dlist(agent, rows, backends=["UCX"])
 
 
 def measure(
