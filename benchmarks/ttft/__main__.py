@@ -33,6 +33,9 @@ GAP_S = 2.0
 TRACE_WINDOW = 3_000
 # QUICK must end within 8 minutes; what is left after the last group is stopping and reporting.
 QUICK_MINUTES = 6.5
+QUICK_TURNS = 3
+QUICK_OUTPUT_TOKENS = 32
+QUICK_RETURNS = 5
 
 
 def _arguments() -> argparse.Namespace:
@@ -78,14 +81,15 @@ def _arguments() -> argparse.Namespace:
         options.repeats, options.scenarios = 1, "lost"
         # What the last line is made of; the others take two more stacks, a minute each.
         options.arms, options.trace_conversations = "a,b,c,g", 1
-        options.idle_seconds, options.idle_sessions = min(options.idle_seconds, 10.0), 10
+        options.idle_seconds, options.idle_sessions = min(options.idle_seconds, 10.0), 5
         options.no_offload_tier = True
         options.minutes = QUICK_MINUTES
     return options
 
 
 def _plans(options: argparse.Namespace) -> list[Plan]:
-    plans = [fixed(i, TURNS, OUTPUT_TOKENS, GAP_S) for i in range(options.repeats)]
+    turns, output = (QUICK_TURNS, QUICK_OUTPUT_TOKENS) if options.quick else (TURNS, OUTPUT_TOKENS)
+    plans = [fixed(i, turns, output, GAP_S) for i in range(options.repeats)]
     if options.traces:
         plans += from_traces(
             read_traces(options.traces),
@@ -114,7 +118,7 @@ def _settings(options: argparse.Namespace, pool: Pool) -> dict[str, Any]:
         "pool_blocks": pool.blocks,
         "quick": options.quick,
         "traces": None if options.traces is None else options.traces.name,
-        "output_tokens": OUTPUT_TOKENS,
+        "output_tokens": QUICK_OUTPUT_TOKENS if options.quick else OUTPUT_TOKENS,
         "gap_s": GAP_S,
         "machine": platform.machine(),
         "started": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
@@ -125,8 +129,9 @@ def _settings(options: argparse.Namespace, pool: Pool) -> dict[str, Any]:
     }
 
 
-def _raw(results: Results, model: Path) -> dict[str, Any]:
-    """Raw NIXL on as many bytes, in as many descriptors, as our median return to an idle engine."""
+def _raw(results: Results, model: Path, *, quick: bool) -> dict[str, Any]:
+    """Raw NIXL on as many bytes, in as many descriptors, as our median return to an idle engine;
+    not quick: in other ways too."""
     ours = results.quiet.get(arm_of_ours(results.samples), [])
     moved = sorted((x.moved.bytes, x.moved.descriptors, x.moved.blocks) for x in ours)
     if not moved:
@@ -134,7 +139,10 @@ def _raw(results: Results, model: Path) -> dict[str, Any]:
     size, descriptors, blocks = moved[len(moved) // 2]
     layers = int(json.loads((model / "config.json").read_text())["num_hidden_layers"])
     # Each after a pause, as ours.
-    return raw_nixl.measure(size, descriptors, pause_s=SPIN_S) | {
+    found = raw_nixl.measure(size, descriptors, pause_s=SPIN_S)
+    if quick:
+        return found
+    return found | {
         "in_a_loop": raw_nixl.measure(size, descriptors),
         "in_one_run": raw_nixl.measure(size, layers, pause_s=SPIN_S),
         "block_by_block": raw_nixl.measure(size, layers * blocks, pause_s=SPIN_S),
@@ -184,6 +192,7 @@ def main() -> int:
             idle_sessions=options.idle_sessions,
             patience_s=options.wait_quiet,
             pairs=0 if options.quick else options.pairs,
+            quiet_returns=QUICK_RETURNS if options.quick else Options.quiet_returns,
             reserve_bytes=int(options.reserve_gib * 2**30),
             budget_s=None if options.minutes is None else options.minutes * 60,
         ),
@@ -200,7 +209,7 @@ def main() -> int:
     results.left_out.setdefault("lost", {})["d2"] = reason or (
         "it starts here; the benchmark has no proxy for it"
     )
-    found = write(results, _raw(results, pool.model))
+    found = write(results, _raw(results, pool.model, quick=options.quick))
     tables(found, console)
     table = out / "ttft.txt"
     with table.open("w", encoding="utf-8") as file:

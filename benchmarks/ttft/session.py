@@ -36,8 +36,7 @@ __all__ = ["Options", "Results", "Run"]
 # Two short turns in each arm: handshakes, what compiles at first use, connections.
 WARM_UP_WORDS = (400, 120)
 SETTLE_S = 5.0
-# Returns of ours with engines that do nothing else, and the words of their conversation.
-QUIET_RETURNS = 9
+# The words of the conversation that returns while engines do nothing else.
 QUIET_WORDS = 1_500
 # A prompt whose prefill is compared: as long as what a recorded agent's turn adds, and some.
 PAIR_TOKENS = 1_000
@@ -67,6 +66,8 @@ class Options:
     patience_s: float = 0.0
     # Prompts that push and pull compute side by side, beyond those of the conversations.
     pairs: int = 0
+    # Returns of ours while its engines do nothing else.
+    quiet_returns: int = 9
     # Memory that is left to the rest of the machine.
     reserve_bytes: int = RESERVE_BYTES
 
@@ -344,7 +345,7 @@ class Run:
         found: list[QuietReturn] = []
         with contextlib.ExitStack() as stack:
             pair: raw_nixl.Pair | None = None
-            for _ in range(QUIET_RETURNS):
+            for _ in range(self._options.quiet_returns):
                 answer, moved = client.quiet_return(name, messages)
                 messages += [answer.message(), user("And then?")]
                 if not moved.is_whole_return or not moved.descriptors:
