@@ -160,7 +160,12 @@ class PushWriter:
     def push(self, order: m.Push) -> None:
         """A lease to write under."""
         early = self._early.pop(order.lease_id, [])
-        if order.lease_id in self._closed or order.lease_id in self._pushes:
+        if order.lease_id in self._pushes:
+            return
+        if order.lease_id in self._closed:
+            # Its destination may have the blocks back. Whoever ordered it again hears that it is
+            # over, or would wait for that for ever.
+            self._send(m.PushEnded(order.lease_id, False, "LEASE_USED"))
             return
         peer = self._peers.get((order.worker_id, order.incarnation), "")
         push = _Push(order, peer, None, order.deadline_ns, self._faults.now(), early)

@@ -364,6 +364,18 @@ def test_a_write_that_failed_and_cannot_be_released_may_still_write(mover: Mover
     assert mover.wire.said[-1][1].startswith(b"gone|")
 
 
+def test_a_push_that_is_over_is_not_begun_again_and_that_is_said(mover: Mover) -> None:
+    mover.push()
+    mover.obey(m.PushBlocks(chunk(0, 0, 6, ready=True)), m.PushFinish("l1", 1))
+    mover.complete()
+    assert mover.ends == [(True, "")]
+    mover.push()
+    mover.obey(m.PushBlocks(chunk(0, 0, 6, ready=True)))
+    assert mover.ends == [(True, ""), (False, "LEASE_USED")]
+    assert len(mover.wire.writes) == 1
+    assert mover.wire.lists == 0
+
+
 def test_a_process_of_several_numbers_is_dropped_with_the_last(mover: Mover) -> None:
     """One that lost its place for a while has the NIXL agent it had."""
     mover.obey(m.AddPeer("other", 3, "agent", b"", []), m.DropPeer("other", 1))
@@ -403,14 +415,15 @@ def test_a_stop_for_a_lease_that_was_never_heard_of_is_answered_and_remembered(
 ) -> None:
     mover.obey(m.PushStop("l1", "REVOKED"))
     assert mover.ends == [(False, "REVOKED")]
-    mover.push()
-    mover.step(chunk(0, 0, 2, ready=True))
-    assert not mover.wire.writes
     # Said again: only if asked to.
     mover.obey(m.PushStop("l1", "REVOKED"))
     assert len(mover.ends) == 1
     mover.obey(m.PushStop("l1", "REVOKED", anew=True))
     assert len(mover.ends) == 2
+    mover.push()
+    mover.step(chunk(0, 0, 2, ready=True))
+    assert not mover.wire.writes
+    assert mover.ends[2:] == [(False, "LEASE_USED")]
 
 
 @pytest.mark.parametrize("status", ["ERR", "refused"])

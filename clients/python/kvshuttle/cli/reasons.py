@@ -324,6 +324,10 @@ _LEGS = {
         "what of an eager return had yet to land would have been there later than computed",
         "none is needed; if it is common, the link is slow: see kvshuttle_transfer_seconds",
     ),
+    "LEASE_USED": Reason(
+        "a push was ordered again under a lease that was over",
+        "report it: a lease is granted once",
+    ),
     "GRANT_MALFORMED": Reason(
         "the agent could not read the grant", "use one version of kvshuttle everywhere"
     ),
