@@ -8,7 +8,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Region", "in_order", "merge_runs", "parts_of", "rows_of"]
+__all__ = ["Region", "breaks", "in_order", "merge_runs", "parts_of", "rows_of"]
 
 
 class Region(Protocol):
@@ -39,6 +39,11 @@ def in_order(
     return a[order], b[order]
 
 
+def breaks(a: npt.NDArray[np.int64], b: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Where, among pairs in order, a block does not follow the one before on both sides."""
+    return np.flatnonzero((np.diff(a) != 1) | (np.diff(b) != 1)) + 1
+
+
 def merge_runs(
     local: Sequence[int], remote: Sequence[int]
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -49,8 +54,7 @@ def merge_runs(
     blocks of each run. ``local`` and ``remote`` have the same length, at least 1.
     """
     a, b = in_order(local, remote)
-    breaks = np.flatnonzero((np.diff(a) != 1) | (np.diff(b) != 1)) + 1
-    starts = np.concatenate(([0], breaks))
+    starts = np.concatenate(([0], breaks(a, b)))
     lengths = np.diff(np.concatenate((starts, [len(a)])))
     return a[starts], b[starts], lengths
 

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from kvshuttle.dataplane.descriptors import in_order, merge_runs, parts_of, rows_of
+from kvshuttle.dataplane.descriptors import breaks, in_order, merge_runs, parts_of, rows_of
 from kvshuttle.dataplane.limits import MAX_PREPARED
 from kvshuttle.dataplane.log import get_logger
 from kvshuttle.dataplane.messages import WHOLE, HeadSlice, PeerRegion
@@ -130,7 +130,7 @@ class NixlTransport:
         self._peers: dict[str, list[PeerRegion]] = {}
         # What is read of a peer's blocks; it has no entry if nothing is.
         self._heads: dict[str, HeadSlice] = {}
-        # Ours, and of peers that whole blocks are read from.
+        # Ours, and of those peers only that whole blocks are read from.
         self._pools: dict[str, _Pool] = {}
         self._registered: list[Any] = []
 
@@ -213,7 +213,7 @@ class NixlTransport:
         except KeyError:
             raise TransportError(f"peer {agent_name} is not connected") from None
         mine, theirs = self._pools.get(_OURSELVES), self._pools.get(agent_name)
-        if heads.whole and mine is not None and theirs is not None:
+        if mine is not None and theirs is not None:
             return self._post_prepared(mine, theirs, local, remote, notice)
         if heads.whole:
             first_local, first_remote, lengths = merge_runs(local, remote)
@@ -259,7 +259,7 @@ class NixlTransport:
         """As `post_read`, of whole blocks, out of the pools' descriptors. NIXL joins neighbours."""
         a, b = in_order(local, remote)
         my_indices, their_indices = mine.pick(a), theirs.pick(b)
-        runs = 1 + np.count_nonzero((np.diff(a) != 1) | (np.diff(b) != 1))
+        runs = 1 + len(breaks(a, b))
         total = len(a) * sum(r.block_bytes for r in self._regions)
         make = partial(
             self._agent.make_prepped_xfer,
@@ -271,7 +271,7 @@ class NixlTransport:
             notice,
             backends=[self.backend],
         )
-        return self._start(theirs.agent_name, make, total, int(runs) * len(self._regions))
+        return self._start(theirs.agent_name, make, total, runs * len(self._regions))
 
     def _start(
         self, agent_name: str, make: Callable[[], Any], total: int, pieces: int

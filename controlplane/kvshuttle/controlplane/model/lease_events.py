@@ -356,21 +356,7 @@ def stopped(w: Work, ref: WorkerRef, lease_id: str, report: StopReport) -> None:
     else:
         return
     w.put_lease(lease)
-    w.fact(
-        "transfer",
-        lease_id=lease_id,
-        direction=lease.direction.name,
-        outcome=report.outcome.name,
-        reason=report.reason,
-        stats=report.stats,
-    )
-    if report.outcome is TransferOutcome.PUBLISHED:
-        w.planner.rates.observe_transfer(
-            lease.source.worker_id,
-            lease.destination.worker_id,
-            report.stats.bytes,
-            report.stats.transfer_ns,
-        )
+    w.transferred(lease, report)
     reader_is_stopped(w, lease)
 
 

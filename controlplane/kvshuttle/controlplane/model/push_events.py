@@ -272,21 +272,7 @@ def _landing_stopped(w: Work, lease: Lease, report: StopReport) -> None:
         # Its notice of having written all came before.
         lease = lease.with_reader_stopped()
     w.put_lease(lease)
-    w.fact(
-        "transfer",
-        lease_id=lease.lease_id,
-        direction=lease.direction.name,
-        outcome=report.outcome.name,
-        reason=report.reason,
-        stats=report.stats,
-    )
-    if published:
-        w.planner.rates.observe_transfer(
-            lease.source.worker_id,
-            lease.destination.worker_id,
-            report.stats.bytes,
-            report.stats.transfer_ns,
-        )
+    w.transferred(lease, report)
     if lease.reader_stopped:
         if not published:
             tell_landing(w, lease)

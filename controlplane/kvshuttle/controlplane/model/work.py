@@ -25,6 +25,7 @@ from kvshuttle.controlplane.model.effects import (
     SessionDropped,
 )
 from kvshuttle.controlplane.model.prefixes import interval
+from kvshuttle.controlplane.model.terms import TransferOutcome
 
 if TYPE_CHECKING:
     from kvshuttle.controlplane.model.commands import Command
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from kvshuttle.controlplane.model.lease import Lease
     from kvshuttle.controlplane.model.limits import Limits
     from kvshuttle.controlplane.model.replica import Replica
+    from kvshuttle.controlplane.model.reports import StopReport
     from kvshuttle.controlplane.model.session import Session
     from kvshuttle.controlplane.model.state import State
     from kvshuttle.controlplane.model.terms import SessionKey, WorkerRef
@@ -90,6 +92,24 @@ class Work:
     def fact(self, name: str, **values: object) -> None:
         """Something for logs and metrics."""
         self.facts.append(Fact(name, values))
+
+    def transferred(self, lease: Lease, report: StopReport) -> None:
+        """A destination's word on what was moved to it: told, and the way's speed learned."""
+        self.fact(
+            "transfer",
+            lease_id=lease.lease_id,
+            direction=lease.direction.name,
+            outcome=report.outcome.name,
+            reason=report.reason,
+            stats=report.stats,
+        )
+        if report.outcome is TransferOutcome.PUBLISHED:
+            self.planner.rates.observe_transfer(
+                lease.source.worker_id,
+                lease.destination.worker_id,
+                report.stats.bytes,
+                report.stats.transfer_ns,
+            )
 
     def disconnect(self, worker: Worker, reason: str) -> None:
         """End a worker's stream."""
